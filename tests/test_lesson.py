@@ -526,6 +526,43 @@ def test_the_walk_in_groups_reads_fewer_strips():
     assert "a column of tiles of w1" in picture.product(rows=4, columns=4, program=13).text
 
 
+# Sessions -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lesson_on_sessions_has_latencies_and_each_call(replayed):
+    pytest.importorskip("onnx")
+    page = lesson.open("plot_501_onnxruntime")
+    time, sizes, calls, *_ = page.verdict().text.splitlines()
+    assert "chain of nodes" in time and "compiled ahead of time" in time and " pairs of size and dtype" in sizes
+    assert re.match(r"Calls. An empty run takes the CPU \d+ us. A callback that launches a kernel adds \d+ us", calls)
+    drawn = page.calls()
+    assert re.search(
+        r"callback: Python, [\d.]+ microseconds to ONNX Runtime, [\d.]+ microseconds to launcher", drawn.text
+    )
+    assert drawn.html.count("<polygon") == 9, "an arrow for each call"
+    assert "ONNX Runtime and one file" in page.use().html
+    with pytest.raises(ValueError, match="expected chain, callback, library, built, captured, got chain"):
+        page.steps(chain=forgetful)
+
+
+def test_a_session_on_memory_that_holds_nan_has_to_write_all_of_it(replayed):
+    pytest.importorskip("onnxruntime")
+    page = lesson.open("plot_501_onnxruntime")
+    about, ints = page.about, {"shape": torch.int64, "indices": torch.int64}
+
+    def all_but_a_row(shape, indices, updates, out, **_):
+        out[1:] = 0
+
+    def forgetful_node(**options):
+        named, one = about.MODELS[2], {"attributes": {"reduction": "add", "maskedValue": -1}, "host": ["shape"]}
+        kinds = {**ints, "updates": torch.float32}, {"y": torch.float32}
+        op = about.custom_op(named, all_but_a_row, *kinds, "shape", **one)
+        return about.Graph(about.model(named), ops=[op], **options)
+
+    given = page.stress(5, 7, 20)
+    assert not page.check_graph(forgetful_node, *given).good
+
+
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 SIZES = {"M": 64, "K": 8, "N": 100}
@@ -753,6 +790,25 @@ def test_on_a_gpu_a_lesson_times_each_of_its_steps(a_gpu):
     assert set(page.frames.known) == {"sweep", "steps"}, "nothing is replayed"
     assert "measured now on Test GPU" in _numbers.origin(page._sweep())
     assert _numbers.gain(page.frames, "one_row", "781") == "(1.12x faster than eager at N = 781)"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there needs no other one")
+def test_sessions_are_checked_and_timed_with_and_without_a_graph(a_gpu, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    about = evidence.load("plot_501_onnxruntime")
+    monkeypatch.setattr(about, "SHAPES", ((12, 33, 40),))
+    made = []
+
+    def session(**options):
+        made.append(options)
+        return about.Graph(about.model("ScatterND"), **options)
+
+    frame = about.timed(dict.fromkeys(about.STEPS, session))
+    assert frame["correct"].all() and frame["latency_us"].notna().all()
+    assert {*about.STEPS, "chain, arrays", "library, captured", "from torch"} <= {*frame["step"]}
+    assert sum(bool(options) for options in made) == 3, "steps without a graph are captured, too"
+    assert frame.set_index("step")["gpu_us"].isna()[["chain, arrays", "chain"]].tolist() == [True, False]
+    assert about.staircase(frame).index[1] == "step 1, callback"
 
 
 STEP = """

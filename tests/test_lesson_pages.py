@@ -94,13 +94,14 @@ def test_a_lesson_calls_few_names_a_cell_and_none_that_is_private(path):
 @each
 def test_a_lesson_has_its_parts_and_calls_the_library(path):
     text = path.read_text(encoding="utf-8")
-    op = OPS[evidence.load(path.stem).OPERATORS[0]]
+    about = evidence.load(path.stem)
+    function = re.escape(getattr(about, "CALLED", about.OPERATORS[0]))
     headings = re.findall(r"^# (\S.*)\n# -{4,}$", text, re.MULTILINE)
     assert [h for h in headings if h in ("When to use it", "Takeaways", "Exercises", "Evidence")] == [
         *("When to use it", "Takeaways", "Exercises", "Evidence"),
     ]
     assert "You will learn" in text and "Prerequisites: :doc:" in text
-    assert re.search(rf"^(\w+ = )?fusebook\.{op.name}\(", text, re.MULTILINE)
+    assert re.search(rf"^(\w+ = )?fusebook\.{function}\(", text, re.MULTILINE)
     for heading in headings:
         marked = re.search(r"\{gain ", heading)
         label = re.search(rf"^# \.\. _[\w-]+:\n#\n# {re.escape(heading)}$", text, re.MULTILINE)

@@ -74,8 +74,13 @@ def outcomes(about, frames, kind):
 
 def by_size(op, frame):
     """Which implementation to take at each size, by two clocks."""
+    from fusebook import tables
     from fusebook.page import show, verdicts
 
+    if "fusebook" not in op.variants:  # whole graphs are compared, of which several have kernels of Fusebook
+        clocks = {"cold": "GPU time", "call": "latency"}
+        shown = (show.table(tables.times(frame, k), f"Microseconds of {c}", fold=False) for k, c in clocks.items())
+        return "\n".join(table._repr_html_() for table in shown)
     parts = []
     for kind, clock in (("cold", "GPU time"), ("paid", "end-to-end time")):
         table = verdicts.choices(op, frame, kind).reset_index().rename(columns={"ours": "Fusebook"})
@@ -128,6 +133,8 @@ def elsewhere(op, frame):
     from fusebook import tables
     from fusebook.page import show
 
+    if "fusebook" not in op.variants:
+        return "<p>See the times by size: several implementations are Fusebook's.</p>"
     alike, parts = tables.alike(frame), []
     for kind, clock in (("cold", "GPU time"), ("paid", "end-to-end time"), ("call", "latency")):
         lost = tables.losses(alike, kind=kind)

@@ -354,9 +354,9 @@ def times(df: pd.DataFrame, x: str = "N", *, kind: str = "call", title: str = ""
     first = df.iloc[0]
     what = title or f"{_words(first['op'])}, {first['dtype']}"
     found = _fastest(df, kind)
-    clock = "end-to-end" if kind == "paid" else kind
+    clock = {"paid": "end-to-end time", "call": "latency"}.get(kind, f"{kind} time")
     below = [what if found else "", _gpu(df), clock]
-    ax = axes(found or what, xlabel or f"size {x}", f"{clock} time (microseconds)", below=below)
+    ax = axes(found or what, xlabel or f"size {x}", f"{clock} (microseconds)", below=below)
     ax.set_yscale("log")
     ends: _Ends = {}
     for name, drawn in _styles(list(dict.fromkeys(df["variant"]))).items():
