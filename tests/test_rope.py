@@ -305,3 +305,8 @@ def test_meta_tensors_have_shapes_and_dtensors_are_refused(device):
 
 def test_operators_are_known_by_their_names():
     assert {"rope", "rope_two", "rope_over"} <= OPERATORS.keys()
+
+
+def test_in_place_of_nothing(device):
+    x = torch.zeros(0, 2, 3, 16, device=device)
+    assert rope(x, *torch.ones(2, 3, 8, device=device), inplace=True) is x

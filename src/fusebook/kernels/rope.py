@@ -375,7 +375,8 @@ _rope_two = Operator(
 
 def _over_into(_: None, x: Tensor, k: Tensor | None, *rest: Any) -> None:
     same = (x,) if k is None else (x, k)
-    _rope_into(same, same, *rest)
+    if any(t.numel() for t in same):
+        _rope_into(same, same, *rest)
 
 
 _rope_over = Operator(
