@@ -254,20 +254,20 @@ APART = ("adamw_step", "kmeans_step fusebook, two calls")
 @absent
 def test_a_second_call_enters_six_functions_at_most(driver):
     for name, run, arguments in reached():
+        first, second, third = (functions(run, arguments) for _ in range(3))
         if name.startswith(APART) or "checked" in name:
             continue
-        first, second, third = (functions(run, arguments) for _ in range(3))
         assert len(second - ASKED) <= 6, (name, second)
         assert third <= second, (name, third)
-        assert len(first) <= 65, (name, first)
+        assert len(first) <= 63, (name, first)
 
 
 #: Of these the functions that a call enters at most: the first one, the second one, and a step back after that.
 TRAINED = {
-    "softmax": (lambda x, w: fusebook.softmax(x), 42, 5, 4),
-    "rms_norm": (lambda x, w: fusebook.rms_norm(x, w), 46, 5, 4),
-    "silu": (lambda x, w: fusebook.silu(x), 36, 5, 3),
-    "cross_entropy": (lambda x, w: fusebook.cross_entropy(x, torch.arange(8)), 60, 6, 7),
+    "softmax": (lambda x, w: fusebook.softmax(x), 40, 5, 4),
+    "rms_norm": (lambda x, w: fusebook.rms_norm(x, w), 43, 5, 4),
+    "silu": (lambda x, w: fusebook.silu(x), 33, 5, 3),
+    "cross_entropy": (lambda x, w: fusebook.cross_entropy(x, torch.arange(8)), 55, 6, 7),
 }
 
 
@@ -438,8 +438,8 @@ def test_what_cannot_be_replayed_is_not_remembered(driver, monkeypatch):
 
     monkeypatch.setattr(_call, "_MOST_LAUNCHES", 2)
     softmax = OPERATORS["softmax"]._computed
-    assert complete(lambda: [softmax(x, -1) for _ in range(2)])
-    assert not complete(lambda: [softmax(x, -1) for _ in range(3)]), "too long"
+    assert complete(lambda: [softmax((x, -1)) for _ in range(2)])
+    assert not complete(lambda: [softmax((x, -1)) for _ in range(3)]), "too long"
     assert complete(lambda: _call.apply(torch.neg, x[1:]))
     assert not complete(lambda: _call.apply(torch.neg, x.view(torch.int32))), "another dtype in the same memory"
     assert not complete(lambda: torch.zeros(3)), "neither launched nor applied"

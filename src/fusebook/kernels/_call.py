@@ -12,7 +12,9 @@ Launchers ask here, and not ``x.is_cuda``: they also run in Triton's interpreter
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
+import dataclasses
 import functools
 import itertools
 import math
@@ -31,7 +33,7 @@ import triton
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Private names -------------------------------------------------------------------------------------------------------
@@ -45,40 +47,35 @@ def _private(path: str, fallback: Any) -> Any:
         return fallback
 
 
-def _always() -> bool:
-    return True
-
-
-def _has_storage(x: Tensor) -> bool:
+def _address_of_storage(x: Tensor) -> int | None:
+    """Where the memory of a tensor begins; None for wrappers, fake tensors and others without."""
     try:
-        return x.untyped_storage().data_ptr() >= 0
+        return x.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
-        return False
+        return None
 
 
-def _empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
-
-
-# With a fallback of `_always`, calls take the long path through torch's dispatcher.
-_CUDA = torch.cuda.is_available()
-_modes = _private("torch:_C._len_torch_dispatch_stack", _always)
-_transforms = _private("torch:_C._are_functorch_transforms_active", _always)
+# Without the first three, calls take the long path through torch's dispatcher.
+_modes = _private("torch:_C._len_torch_dispatch_stack", lambda: 1)
+_transforms = _private("torch:_C._are_functorch_transforms_active", lambda: True)
 _tracing = _private("torch:_C._get_tracing_state", torch.jit.is_tracing)
-_autocast = _private("torch:_C._is_any_autocast_enabled", _always)
-_stored = _private("torch:_C._has_storage", _has_storage)
+_autocast = _private("torch:_C._is_any_autocast_enabled", lambda: True)
+_stored = _private("torch:_C._has_storage", lambda x: _address_of_storage(x) is not None)
 _wrapped = _private("torch:_C._functorch.is_functorch_wrapped_tensor", lambda x: not _stored(x))
 _apply = _private("torch:_C._FunctionBase.apply", None)  # an attribute of each class; see `_Recorded`
-_memory = _private("torch:_C._dynamo.guards._empty_strided_cuda", _empty_strided)
+_memory = _private(
+    "torch:_C._dynamo.guards._empty_strided_cuda",
+    lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda"),
+)
 _guards = _private("torch:_C._dynamo.guards.TensorGuards", None)  # without them, calls are looked up by a key
 #: The current GPU, its stream; without a GPU, nothing that the device of a tensor could equal.
 _current: Callable[[], int | None] = lambda: None  # noqa: E731
-if _CUDA:
+if torch.cuda.is_available():
     _current = _private("torch:_C._cuda_getDevice", torch.cuda.current_device)
 _stream = _private("torch:_C._cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream)
 _has_kernel = _private("torch:_C._dispatch_has_kernel_for_dispatch_key", lambda name, key: True)
 _NODE = "_backward_cls"  # an attribute of such a class: that of its nodes
-_functorch = _private("torch:_C._functorch.peek_interpreter_stack", None)
+_functorch = _private("torch:_C._functorch.peek_interpreter_stack", lambda: True)
 _functionalize = _private("torch:_C._functorch.TransformType.Functionalize", None)
 _ad = vars(torch.autograd.forward_ad)  # of forward-mode differentiation whether it is under way
 _LEVEL = "_current_level"
@@ -152,6 +149,11 @@ def gpu(device: torch.device) -> tuple[tuple[int, int] | None, int]:
     return capability, driver.utils.get_device_properties(0)["multiprocessor_count"]
 
 
+def refuse(error: type[Exception], name: str, expected: str, got: object, remedy: str) -> NoReturn:
+    """Raise an error that says what a function expected, what it got, and what to do."""
+    raise error(f"{name}: expected {expected}, got {got}; {remedy}")
+
+
 def check_device(name: str, tensor: Tensor) -> None:
     """Refuse, by ValueError, a tensor on the CPU where Triton does not interpret; `name` is for the message."""
     # Of a tensor on another device, such as meta, only the shape is asked.
@@ -160,10 +162,8 @@ def check_device(name: str, tensor: Tensor) -> None:
     with contextlib.suppress(RuntimeError):  # no GPU, so no driver
         if triton.runtime.driver.active.get_active_torch_device().type == "cpu":  # compiled for a GPU that is absent
             return
-    raise ValueError(
-        f"{name}: expected a CUDA tensor, got one on cpu; move it to a GPU, or set TRITON_INTERPRET=1 before Triton is "
-        "imported, which runs the kernel in Triton's interpreter on the CPU"
-    )
+    remedy = "move it to a GPU, or set TRITON_INTERPRET=1 before Triton is imported, which runs the kernel in Triton's"
+    refuse(ValueError, name, "a CUDA tensor", "one on cpu", f"{remedy} interpreter on the CPU")
 
 
 @contextlib.contextmanager
@@ -290,9 +290,13 @@ def _flat(args: Sequence[Any]) -> list[Tensor]:
     return [b for a in args for b in (a if type(a) in (list, tuple) else (a,)) if isinstance(b, Tensor)]
 
 
+@dataclasses.dataclass(eq=False)
 class _Replay:
     """What a call did, to be done with other tensors of the same kind."""
 
+    device: int
+    steps: list[Any]
+    results: Any
     # Where a gradient is recorded: the operator, its arguments that are no tensors, a function that puts these and the
     # tensors in order, and the lengths of lists.
     op: Operator | None = None
@@ -300,9 +304,6 @@ class _Replay:
     inputs: Any = None
     lengths: list[int | None] | None = None
     known: Any = None  # what tells whether a call is this one: see `Operator.call`
-
-    def __init__(self, device: int, steps: list[Any], results: Any) -> None:
-        self.device, self.steps, self.results = device, steps, results
 
     def run(self, slots: list[Tensor], at: list[int]) -> Any:
         """Allocate and launch, given tensors and their addresses, to which those of fresh memory are added."""
@@ -434,21 +435,25 @@ class _Recording(TorchDispatchMode):
         run, known, packed = _below(compiled, sizes, (*known, None, None, None), len(values))
         self.steps.append((_LAUNCH, (run, sizes, known, template, holes, packed)))
 
-    def applied(self, function: Any, args: Any, options: dict[str, Any], result: Any) -> None:
-        """Note an operation of torch, and the slots of its results."""
+    def applied(self, function: Any, args: Any, options: dict[str, Any]) -> Any:
+        """Call an operation of torch, and note it with the slots of its results."""
+        self.inside = True
+        try:
+            result = function(*args, **options)
+        finally:
+            self.inside = False
         several = isinstance(result, (tuple, list))
         given: dict[Any, Any] = {**dict(enumerate(args)), **options}
-        views = [(i, find) for i, find in ((i, self.tensor(v)) for i, v in given.items()) if find is not None]
+        views = {i: find for i, find in ((i, self.tensor(v)) for i, v in given.items()) if find is not None}
         made, known = [], [*self.tensors, *_flat([*given.values()])]
         for i, t in enumerate(result if several else [result]):  # but for what was written to, or needed no copy
             if isinstance(t, Tensor) and not any(t is other for other in known):
                 self.tensors.append(t)
                 made.append(i if several else None)
-        holes = {i for i, _ in views}  # a replay holds no tensors
-        plain = [None if i in holes else a for i, a in enumerate(args)]
-        self.steps.append(
-            (_TORCH, (function, plain, {n: v for n, v in options.items() if n not in holes}, views, made))
-        )
+        given.update(dict.fromkeys(views))  # a replay holds no tensors
+        plain = [given.pop(i) for i in range(len(args))]
+        self.steps.append((_TORCH, (function, plain, given, [*views.items()], made)))
+        return result
 
 
 def _below(compiled: Any, grid: Any, known: Any, count: int) -> tuple[Any, tuple[Any, ...], bool]:
@@ -473,13 +478,8 @@ def _below(compiled: Any, grid: Any, known: Any, count: int) -> tuple[Any, tuple
     return run, known, False
 
 
-class _State(threading.local):
-    """What a thread is recording, if anything."""
-
-    recording: _Recording | None = None
-
-
-_state = _State()
+#: What a thread is recording, if anything.
+_recording: contextvars.ContextVar[_Recording | None] = contextvars.ContextVar("recording", default=None)
 
 
 def empty(
@@ -489,11 +489,9 @@ def empty(
 
     Under torch.use_deterministic_algorithms, torch.empty fills its memory with NaN, which a replay need not do.
     """
-    if strides is None:
-        memory = torch.empty(shape, dtype=dtype, device=device)
-    else:
-        memory = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    return _allocated(memory)
+    if strides is not None:
+        return _allocated(torch.empty_strided(shape, strides, dtype=dtype, device=device))
+    return _allocated(torch.empty(shape, dtype=dtype, device=device))
 
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -502,8 +500,7 @@ def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _allocated(memory: Tensor) -> Tensor:
-    recording = _state.recording
-    if recording is not None:
+    if (recording := _recording.get()) is not None:
         recording.tensors.append(memory)
         recording.steps.append((_ALLOCATE, (tuple(memory.shape), tuple(memory.stride()), memory.dtype)))
     return memory
@@ -529,31 +526,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     if not _nvidia():  # AMD's compiler limits no registers, and 16 of its warps are 1024 threads, the most
         constants.pop("maxnreg", None)
         constants["num_warps"] = min(16, constants.get("num_warps", 4))
-    recording = _state.recording
-    if recording is None:
-        with _by_turns:
-            return kernel[grid](*args, **constants)
-    recording.inside = True
-    try:
+    with _by_turns:
         compiled = kernel[grid](*args, **constants)
-    finally:
-        recording.inside = False
-    recording.launched(kernel, grid, args, constants, compiled)
+    if (recording := _recording.get()) is not None:
+        recording.launched(kernel, grid, args, constants, compiled)
     return compiled
 
 
 def apply(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Call an operation of torch, so that a replay calls it too."""
-    recording = _state.recording
-    if recording is None:
-        return function(*args, **options)
-    recording.inside = True
-    try:
-        result = function(*args, **options)
-    finally:
-        recording.inside = False
-    recording.applied(function, args, options, result)
-    return result
+    recording = _recording.get()
+    return function(*args, **options) if recording is None else recording.applied(function, args, options)
 
 
 def contiguous(x: Tensor) -> Tensor:
@@ -563,12 +546,13 @@ def contiguous(x: Tensor) -> Tensor:
 
 def record(tensors: Sequence[Tensor], call: Callable[[], Any]) -> tuple[Any, _Replay | None]:
     """Make a call; return its result, and what does the same with other tensors of the same kind, or None."""
-    recording = _state.recording = _Recording(tensors)
+    recording = _Recording(tensors)
+    token = _recording.set(recording)
     try:
         with recording:
             result = call()
     finally:
-        _state.recording = None
+        _recording.reset(token)
     found, devices = _flat([result]), {t.get_device() for t in tensors}
     places = [i for t in found for i, other in enumerate(recording.tensors) if other is t]
     if recording.incomplete or len(places) != len(found) or len(devices) != 1:
@@ -636,10 +620,8 @@ def lower(device: str, call: Callable[..., Any], *args: Any) -> Any:
 
 def lowered(*tensors: Tensor) -> list[Tensor]:
     """Tensors as `lower` casts them, where autocast is on."""
-    if not _autocast():
-        return list(tensors)
     device = tensors[0].device.type
-    on = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
+    on = _autocast() and device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
     return _cast(tensors, torch.get_autocast_dtype(device)) if on else list(tensors)
 
 
@@ -709,7 +691,7 @@ class _Transformed(_Recorded):
     @staticmethod
     def vmap(info: Any, in_dims: Any, what: Any, tensors: None, at: None, *flat: Any) -> Any:
         axes, inputs = (_nested(of, what.lengths) for of in (in_dims[3:], flat))
-        found, places = what.op.batched(info, tuple(axes), *inputs)
+        found, places = (what.op.batched or what.op.one_by_one)(info, tuple(axes), *inputs)
         # Of a list, torch.func would record no gradient.
         return (tuple(found), tuple(places)) if what.op.listed else (found, places)
 
@@ -728,98 +710,71 @@ _recorded = recorder(_Recorded)
 
 
 def _no_tangents(name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{name}: expected derivatives in reverse mode, got forward mode, for which it has no rule; "
-        "use torch.func.jacrev for torch.func.jacfwd, twice for torch.func.hessian"
-    )
+    remedy = "use torch.func.jacrev for torch.func.jacfwd, twice for torch.func.hessian"
+    expected = "derivatives in reverse mode"
+    refuse(NotImplementedError, name, expected, "forward mode, for which it has no rule", remedy)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Operator:
     """A launcher as an operator of PyTorch: called at once, or by the dispatcher under a compiler or a transform.
 
     The second call is cheap: what a call did is kept under all that it depends on, which are shapes, strides, dtypes,
-    devices, alignments, plain arguments and `modes`, and is replayed with other addresses.
-
-    Parameters
-    ----------
-    name : str
-        The operator is ``torch.ops.<package>.<name>``.
-    schema : str
-        Of the operator, in torch's notation: ``"(Tensor x, int dim) -> Tensor"``.
-    check : callable
-        Takes what callers give. Returns the operator's arguments, or raises an error.
-    outputs : callable
-        Takes the operator's arguments. Returns memory for the results, by `empty`: a tensor, or a tuple or list of
-        tensors. It is also asked for tensors without memory.
-    into : callable
-        ``into(outputs, *arguments)`` launches kernels, by `launch`, that write all elements of the results.
-    modes : callable, optional
-        Returns a hashable value of the global modes that `into` depends on, such as determinism.
-    places : callable, optional
-        ``places(*arguments)`` returns a hashable value of the relative positions of tensors in memory, where `into`
-        depends on them. Called before `check`, too.
-    read : callable, optional
-        Takes what callers give, after it has been checked. Reads values, in every call, to refuse some.
-    gradient : tuple of two callables, optional
-        ``backward(ctx, *gradients)``, which returns a gradient or None for each argument of the operator, and
-        ``keep(ctx, inputs, output)``, which saves what it needs: see `torch.library.register_autograd`. Without them a
-        gradient is refused.
-    batched : callable, optional
-        The rule for `torch.vmap`, see `torch.library.register_vmap`. Without one, each member of a batch is a call.
-    traced : callable, optional
-        Takes what callers give, and returns the operator's arguments without a check: what torch.compile traces, where
-        `check` also takes the operator's arguments. A compiled program guards each Python object that it was traced
-        through, so `check` is left to the call that asks for the results' shapes.
-    autocast : callable, optional
-        ``autocast(device_type, call, *arguments)`` makes the call that `torch.autocast` asks for, such as `lower` and
-        `wide`. Without it, autocast changes nothing.
-
-    Notes
-    -----
-    A call is not remembered for tensors on the CPU, in the interpreter, for subclasses of tensors, on a device that is
-    not the current one, where Triton has hooks or debugs, and where a launcher did something besides `empty`, `launch`
-    and `apply`.
+    devices, alignments, plain arguments, `modes` and `places`, and is replayed with other addresses. Nothing is kept
+    for tensors on the CPU, in the interpreter, for subclasses of tensors, on a device that is not the current one,
+    where Triton has hooks or debugs, and where a launcher did something besides `empty`, `launch` and `apply`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        schema: str,
-        *,
-        check: Callable[..., tuple[Any, ...]],
-        outputs: Callable[..., Any],
-        into: Callable[..., None],
-        modes: Callable[[], Hashable] | None = None,
-        places: Callable[..., Hashable] | None = None,
-        read: Callable[..., None] | None = None,
-        gradient: tuple[Callable[..., Any], Callable[..., None]] | None = None,
-        batched: Callable[..., Any] | None = None,
-        traced: Callable[..., tuple[Any, ...]] | None = None,
-        autocast: Callable[..., Any] | None = None,
-    ) -> None:
-        self.name, self.listed = name, schema.endswith("[]")
-        self.check, self.outputs, self.into, self.read = check, outputs, into, read
-        self.modes, self.places, self.traced, self.autocast = modes, places, traced or check, autocast
+    #: The operator is ``torch.ops.<package>.<name>``.
+    name: str
+    #: In torch's notation: ``"(Tensor x, int dim) -> Tensor"``.
+    schema: str
+    _: dataclasses.KW_ONLY
+    #: Takes what callers give. Returns the operator's arguments, or raises an error.
+    check: Callable[..., tuple[Any, ...]]
+    #: Takes the operator's arguments, also without memory. Returns memory for the results, by `empty`: a tensor, or a
+    #: tuple or list of tensors.
+    outputs: Callable[..., Any]
+    #: ``into(outputs, *arguments)`` launches kernels, by `launch`, that write all elements of the results.
+    into: Callable[..., None]
+    #: Returns a hashable value of the global modes that `into` depends on, such as determinism.
+    modes: Callable[[], Hashable] | None = None
+    #: ``places(*arguments)`` returns a hashable value of the relative positions of tensors in memory, where `into`
+    #: depends on them. Called before `check`, too.
+    places: Callable[..., Hashable] | None = None
+    #: Takes what callers give, after it has been checked. Reads values, in every call, to refuse some.
+    read: Callable[..., None] | None = None
+    #: ``backward(ctx, *gradients)``, which returns a gradient or None for each argument of the operator, and
+    #: ``keep(ctx, inputs, output)``: see `torch.library.register_autograd`. Without them a gradient is refused.
+    gradient: tuple[Callable[..., Any], Callable[..., None]] | None = None
+    #: The rule for `torch.vmap`, see `torch.library.register_vmap`. Without one, each member of a batch is a call.
+    batched: Callable[..., Any] | None = None
+    #: What torch.compile traces in place of `check`, which then also takes the operator's arguments: a compiled program
+    #: guards each Python object that it was traced through, so the call for the results' shapes checks.
+    traced: Callable[..., tuple[Any, ...]] | None = None
+    #: ``autocast(device_type, call, *arguments)`` makes the call that `torch.autocast` asks for, such as `lower` and
+    #: `wide`. Without it, autocast changes nothing.
+    autocast: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        name, self.listed = f"{NAMESPACE}::{self.name}", self.schema.endswith("[]")
         self.calls: dict[Hashable, _Replay] = {}
         self.recent: list[Any] = []
         none: Any = self._no_gradient, lambda ctx, inputs, output: None
         self.rule: Callable[..., Any]
         self.keep: Callable[..., None]
-        self.rule, self.keep = gradient or none
-        self.batched = batched or self.one_by_one
+        self.rule, self.keep = self.gradient or none
         # Not torch.library.custom_op: its guards against changed or returned inputs take longer than a launch.
-        LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+        LIBRARY.define(self.name + self.schema, tags=torch.Tag.pt2_compliant_tag)
         for device in ("CUDA", "CPU"):
-            LIBRARY.impl(name, self._launched, device)
-        self.custom = getattr(getattr(torch.ops, NAMESPACE), name).default
+            LIBRARY.impl(self.name, self._launched, device)
+        self.custom = getattr(getattr(torch.ops, NAMESPACE), self.name).default
         self.custom.planned = self.custom  # called by code that torch.compile cached with version 0.1.0
-        torch.library.register_fake(f"{NAMESPACE}::{name}", self._shaped, lib=LIBRARY)
-        torch.library.register_vmap(f"{NAMESPACE}::{name}", self.batched, lib=LIBRARY)
-        if "!" not in schema:
-            torch.library.register_autograd(
-                f"{NAMESPACE}::{name}", self.backward, setup_context=self.keep, lib=LIBRARY
-            )  # fmt: skip
-        OPERATORS[name] = self
+        torch.library.register_fake(name, self._shaped, lib=LIBRARY)
+        torch.library.register_vmap(name, self.batched or self.one_by_one, lib=LIBRARY)
+        if "!" not in self.schema:
+            torch.library.register_autograd(name, self.backward, setup_context=self.keep, lib=LIBRARY)
+        OPERATORS[self.name] = self
 
     # Calls --------------------------------------------------------------------------------------------------------
 
@@ -896,14 +851,14 @@ class Operator:
         """A call that is not known: checked, launched and, with a key, remembered."""
         inputs = self.check(*args)
         found = _flat(inputs)
-        for t in found:
+        if len(found) != len(tensors) or any([a is not b for a, b in zip(found, tensors, strict=False)]):
+            key = None
+        for t in () if key is not None else found:  # what has a key is plain and has memory
             check_local(self.name, "each tensor", t)
             if self.listed and not _stored(t):
-                raise NotImplementedError(
-                    f"{self.name}: expected a gradient at a time, got a batch of them, for which torch's "
-                    "is_grads_batched has no rule; use torch.func.vmap of what torch.func.vjp returns, or "
-                    "torch.func.jacrev"
-                )
+                got = "a batch of them, for which torch's is_grads_batched has no rule"
+                remedy = "use torch.func.vmap of what torch.func.vjp returns, or torch.func.jacrev"
+                refuse(NotImplementedError, self.name, "a gradient at a time", got, remedy)
             # torch.func.vjp's function is given wrapped tensors after the transform; batches of gradients have no
             # memory.
             if (
@@ -915,8 +870,6 @@ class Operator:
                 return self.custom(*inputs)
         if self.read is not None:
             self.read(*args)
-        if len(found) != len(tensors) or any(a is not b for a, b in zip(found, tensors, strict=False)):
-            key = None
         gradient = _grad() and any([t.requires_grad for t in found])
         with torch.no_grad():
             result = self._made(key, inputs, found, gradient)
@@ -934,23 +887,22 @@ class Operator:
         if (
             key is None
             or INTERPRETED
-            or _state.recording is not None
+            or _recording.get() is not None
             or not tensors
             or any([t.get_device() != device for t in tensors])
             or (any(_settings) and not unhooked())
         ):
-            return self._computed(*inputs)
+            return self._computed(inputs)
         flat, lengths = _spread(inputs)
         if len({*map(id, tensors)}) < len(tensors):  # one that is given twice is two: the next call may give two
             tensors = [t.view_as(t) for t in tensors]
             ahead = iter(tensors)
             inputs = _nested([next(ahead) if isinstance(a, Tensor) else a for a in flat], lengths)
-        result, replay = record(tensors, lambda: self._computed(*inputs))
+        result, replay = record(tensors, lambda: self._computed(inputs))
         if replay is not None:
             if gradient:
                 replay.op, replay.lengths = self, lengths
-                order = [i for i, a in enumerate(flat) if isinstance(a, Tensor)]
-                order += [i for i in range(len(flat)) if i not in order]
+                order = sorted(range(len(flat)), key=lambda i: not isinstance(flat[i], Tensor))
                 replay.rest = tuple(flat[i] for i in order[len(tensors) :])
                 replay.inputs = _pick([order.index(i) for i in range(len(flat))])
             if len(self.calls) >= _MOST_CALLS:
@@ -958,8 +910,9 @@ class Operator:
             self.calls[key] = replay
         return result
 
-    def _computed(self, *inputs: Any) -> Any:
-        found = self.outputs(*inputs)
+    def _computed(self, inputs: Sequence[Any], out: Any = None) -> Any:
+        """Launch into memory, which is allocated unless it is given."""
+        found = self.outputs(*inputs) if out is None else out
         outs = _flat([found])
         if not outs or any(o.numel() for o in outs):
             with launching((outs or _flat(inputs))[0]):
@@ -974,19 +927,17 @@ class Operator:
         inputs = self.check(*args)
         if self.read is not None:
             self.read(*args)
-        outs = _flat([out])
-        if any(o.numel() for o in outs):
-            with launching(outs[0]):
-                self.into(out, *inputs)
+        self._computed(inputs, out)
 
     # Under torch's dispatcher -------------------------------------------------------------------------------------
 
     def _compiled(self, *args: Any) -> Any:
         """A call that torch.compile traces."""
+        traced = self.traced or self.check
         if self.autocast is not None and torch.is_autocast_enabled(args[0].device.type):
             with torch.autocast(args[0].device.type, enabled=False):
-                return self.autocast(args[0].device.type, lambda *cast: self.custom(*self.traced(*cast)), *args)
-        return self.custom(*self.traced(*args))
+                return self.autocast(args[0].device.type, lambda *cast: self.custom(*traced(*cast)), *args)
+        return self.custom(*traced(*args))
 
     def _unusual(self, *args: Any) -> Any:
         """A call under autocast, a profiler, a mode, a tracer or a transform."""
@@ -1006,13 +957,13 @@ class Operator:
 
     def dispatched(self, *inputs: Any) -> Any:
         """Through torch's dispatcher; arguments as of the operator."""
-        if not _transforms() or (_functorch is not None and _functorch() is None):
-            if _ad[_LEVEL] >= 0 and any(
-                torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in _flat(inputs)
-            ):
+        transform = _functorch() if _transforms() else None
+        if transform is None:
+            unpacked = torch.autograd.forward_ad.unpack_dual
+            if _ad[_LEVEL] >= 0 and any(unpacked(t).tangent is not None for t in _flat(inputs)):
                 _no_tangents(self.name)
             return self.custom(*inputs)
-        if _functorch is not None and _functorch().key() == _functionalize:
+        if transform is not True and transform.key() == _functionalize:
             return self.custom(*inputs)
         flat, lengths = _spread(inputs)
         result = _Transformed.apply(types.SimpleNamespace(op=self, lengths=lengths), None, None, *flat)
@@ -1026,47 +977,41 @@ class Operator:
             key = None, self._asked(inputs), _described(inputs, tensors, at)
             replay = self.calls.get(key)
         except (RuntimeError, TypeError):
-            return self._computed(*inputs)
+            return self._computed(inputs)
         hooked = any(_settings) and not unhooked()
-        if replay is not None and replay.device == _current() and _state.recording is None and not hooked:
+        if replay is not None and replay.device == _current() and _recording.get() is None and not hooked:
             return replay.run(tensors, at)
         return self._made(key if replay is None else None, inputs, tensors)
 
     def _shaped(self, *inputs: Any) -> Any:
         """Results without memory."""
-        return self.outputs(*(inputs if self.traced is self.check else self.check(*inputs)))
+        return self.outputs(*(inputs if self.traced is None else self.check(*inputs)))
 
     def backward(self, ctx: Any, *gradients: Any) -> Any:
         """Gradients of the operator's arguments, given those of its results."""
-        return self.rule(ctx, *[g if isinstance(g, Tensor) and not g.is_neg() else as_it_is(g) for g in gradients])
+        return self.rule(ctx, *map(as_it_is, gradients))
 
     def _no_gradient(self, ctx: Any, *gradients: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{self.name}: expected no gradient to be asked for, since it has none; detach its arguments, or call it "
-            "under torch.no_grad()"
-        )
+        remedy = "detach its arguments, or call it under torch.no_grad()"
+        refuse(NotImplementedError, self.name, "no gradient to be asked for, since it has none", "one", remedy)
 
     def one_by_one(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         """The rule of an operator without one: a call for each member of the batch."""
 
+        n = info.batch_size
+
         def member(i: int, a: Any, at: Any) -> Any:
             if isinstance(a, Tensor) and at is not None:  # of an empty batch, a member of zeros
-                return a.select(at, i) if info.batch_size else a.new_zeros(a.shape[:at] + a.shape[at + 1 :])
+                return a.select(at, i) if n else a.new_zeros(a.shape[:at] + a.shape[at + 1 :])
             if isinstance(a, (list, tuple)) and at is not None:
                 return [member(i, v, d) for v, d in zip(a, at, strict=True)]
             return a
 
-        def made(i: int) -> Any:
-            return self.dispatched(*(member(i, a, d) for a, d in zip(args, in_dims, strict=True)))
-
-        if not info.batch_size:
-            found = made(0)
-            return tree_map_only(Tensor, lambda t: t[None][:0], found), tree_map_only(Tensor, lambda t: 0, found)
-        found = [made(i) for i in range(info.batch_size)]
-        if isinstance(found[0], Tensor):
-            return torch.stack(found), 0
-        stacked = [torch.stack(members) for members in zip(*found, strict=True)]
-        return type(found[0])(stacked), type(found[0])(0 for _ in stacked)
+        found = [
+            self.dispatched(*[member(i, *given) for given in zip(args, in_dims, strict=True)]) for i in range(n or 1)
+        ]
+        stacked = tree_map(lambda *members: torch.stack(members)[:n], *found)
+        return stacked, tree_map(lambda _: 0, stacked)
 
 
 # Refusals ------------------------------------------------------------------------------------------------------------
@@ -1085,25 +1030,22 @@ def check_tensor(name: str, what: str, value: object, dtypes: Sequence[torch.dty
     conjugate is: a kernel would read the numbers with their old sign.
     """
     if not isinstance(value, Tensor):
-        raise TypeError(
-            f"{name}: expected {what} to be a torch.Tensor, got {type(value).__name__}; use torch.as_tensor"
-        )
+        refuse(TypeError, name, f"{what} to be a torch.Tensor", type(value).__name__, "use torch.as_tensor")
     if value.dtype not in dtypes:
-        raise TypeError(f"{name}: expected {what} to be {_any_of(dtypes)}, got {value.dtype}; cast it first")
+        refuse(TypeError, name, f"{what} to be {_any_of(dtypes)}", value.dtype, "cast it first")
     if value.layout is not torch.strided or value.is_nested:
         kind, remedy = ("a nested tensor", "to_padded_tensor") if value.is_nested else (value.layout, "to_dense")
-        raise TypeError(f"{name}: expected {what} to be dense, got {kind}; call {remedy}() first")
+        refuse(TypeError, name, f"{what} to be dense", kind, f"call {remedy}() first")
     # Compiled code passes torch's dispatcher, which negates; there this cannot be asked.
     if not torch.compiler.is_compiling() and value.is_neg():
-        raise ValueError(
-            f"{name}: expected {what} to stand in memory as it is, got a view that negates; call resolve_neg() first"
-        )
+        expected = f"{what} to stand in memory as it is"
+        refuse(ValueError, name, expected, "a view that negates", "call resolve_neg() first")
 
 
 def check_local(name: str, what: str, value: object) -> None:
     """Refuse, by TypeError, a DTensor: each process holds a part of it, and `to_local` returns that part."""
     if hasattr(value, "to_local"):
-        raise TypeError(f"{name}: expected {what} to be a local tensor, got a DTensor; pass to_local()")
+        refuse(TypeError, name, f"{what} to be a local tensor", "a DTensor", "pass to_local()")
 
 
 def check_stored(name: str, what: str, value: Tensor, *, meta: bool = False) -> None:
@@ -1126,10 +1068,8 @@ def check_stored(name: str, what: str, value: Tensor, *, meta: bool = False) -> 
             return
     except RuntimeError:
         pass
-    raise TypeError(
-        f"{name}: expected {what} with memory for its elements, got {type(value).__name__} without; pass the tensor "
-        "that it wraps, or a clone"
-    )
+    got, remedy = f"{type(value).__name__} without", "pass the tensor that it wraps, or a clone"
+    refuse(TypeError, name, f"{what} with memory for its elements", got, remedy)
 
 
 def check_alike(name: str, what: str, value: Tensor, model: str, other: Tensor, *, dtype: bool = True) -> None:
@@ -1138,13 +1078,9 @@ def check_alike(name: str, what: str, value: Tensor, model: str, other: Tensor, 
     TypeError where the dtypes differ, unless `dtype` is False; ValueError where the devices differ.
     """
     if dtype and value.dtype != other.dtype:
-        raise TypeError(
-            f"{name}: expected {what} to be {other.dtype} as {model} is, got {value.dtype}; cast one of them"
-        )
+        refuse(TypeError, name, f"{what} to be {other.dtype} as {model} is", value.dtype, "cast one of them")
     if value.device != other.device:
-        raise ValueError(
-            f"{name}: expected {what} on {other.device} as {model} is, got {value.device}; move one of them"
-        )
+        refuse(ValueError, name, f"{what} on {other.device} as {model} is", value.device, "move one of them")
 
 
 def _any_of(accepted: Sequence[Any]) -> str:
@@ -1209,7 +1145,7 @@ def shapes(name: str, /, **arguments: Any) -> dict[Any, Any]:
             if models := dict.fromkeys(owners[letter] for letter in names if letter in owners):
                 text += f", {shape.strip('?')} where {' and '.join(f'{other} is {its}' for other, its in models)}"
             remedy = "give one at least" if 0 in value.shape and " > " in text else "slice, expand or reshape it"
-            raise ValueError(f"{name}: expected {what} of shape {text}, got {list(value.shape)}; {remedy}")
+            refuse(ValueError, name, f"{what} of shape {text}", list(value.shape), remedy)
         owners = {letter: owners.get(letter, (what, shape)) for letter in found}
         sizes = found
     check_device(name, first[1])
@@ -1219,13 +1155,13 @@ def shapes(name: str, /, **arguments: Any) -> dict[Any, Any]:
 def one_of(name: str, what: str, value: Any, accepted: Sequence[Any], remedy: str = "choose one of them") -> None:
     """Refuse, by ValueError, what is none of the values that are accepted."""
     if not any(value is a or (type(value) is type(a) and value == a) for a in accepted):
-        raise ValueError(f"{name}: expected {what} to be {_any_of(accepted)}, got {value!r}; {remedy}")
+        refuse(ValueError, name, f"{what} to be {_any_of(accepted)}", repr(value), remedy)
 
 
 def flag(name: str, what: str, value: Any) -> None:
     """Refuse, by TypeError, what is neither True nor False: a text such as "no" would count as True."""
     if type(value) is not bool:
-        raise TypeError(f"{name}: expected {what} to be True or False, got {value!r}; give one of the two")
+        refuse(TypeError, name, f"{what} to be True or False", repr(value), "give one of the two")
 
 
 def integer(
@@ -1243,12 +1179,12 @@ def integer(
         with contextlib.suppress(TypeError):  # an array has one, and is no number
             value = operator.index(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected {what} to be an integer, got {type(value).__name__}; {remedy}")
+        refuse(TypeError, name, f"{what} to be an integer", type(value).__name__, remedy)
     # A size that torch.compile traces has 64 bits, and to compare it would bound the sizes that an export takes.
     if not torch.compiler.is_compiling() and not -(2**63) <= value < 2**63:
-        raise ValueError(f"{name}: expected {what} to be an integer of 64 bits, got {value}; {remedy}")
+        refuse(ValueError, name, f"{what} to be an integer of 64 bits", value, remedy)
     if fine is not None and not fine(value):
-        raise ValueError(f"{name}: expected {what} {accepted}, got {value}; {remedy}")
+        refuse(ValueError, name, f"{what} {accepted}", value, remedy)
     return value  # type: ignore[no-any-return]
 
 
@@ -1262,11 +1198,11 @@ def number(
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
         return value  # type: ignore[return-value]
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}: expected {what} to be a number, got {type(value).__name__}; {remedy}")
+        refuse(TypeError, name, f"{what} to be a number", type(value).__name__, remedy)
     try:
         size = float(value)
     except OverflowError:
         raise ValueError(f"{name}: expected {what} that float64 can hold, got an integer beyond it; {remedy}") from None
     if fine is not None and not fine(size):
-        raise ValueError(f"{name}: expected {what} {accepted}, got {value}; {remedy}")
+        refuse(ValueError, name, f"{what} {accepted}", value, remedy)
     return size
