@@ -33,6 +33,7 @@ from fusebook.kernels import _call
 from fusebook.kernels._call import INTERPRETED, OPERATORS, uncached
 from fusebook.measure.compiled import AbsentGPU
 from fusebook.measure.inputs import generator
+from fusebook.measure.sources import UNTIMED
 
 ABSENT = "_FUSEBOOK_TEST_ABSENT"  # set in the process that the first test starts
 absent = pytest.mark.skipif(ABSENT not in os.environ, reason="runs on a driver without a GPU, in a process of its own")
@@ -255,6 +256,7 @@ APART = ("adamw_step", "kmeans_step fusebook, two calls")
 def test_a_second_call_enters_six_functions_at_most(driver):
     for name, run, arguments in reached():
         first, second, third = (functions(run, arguments) for _ in range(3))
+        assert not (first | second | third) & UNTIMED, "the hash of launch times leaves these out"
         if name.startswith(APART) or "checked" in name:
             continue
         assert len(second - ASKED) <= 6, (name, second)
@@ -283,6 +285,7 @@ def test_a_training_step_enters_few_functions(driver, name):
     found = [first, second - ASKED, back]
     counts = [len(f) for f in found]
     assert all(n <= m for n, m in zip(counts, most, strict=True)), (counts, found)
+    assert not set().union(*found) & UNTIMED, "the hash of launch times leaves these out"
 
 
 def functions(run, arguments):

@@ -1,12 +1,15 @@
 """Hashes of source code: what changes them, and what does not."""
 
+import ast
 import importlib
 import importlib.util
 import sys
+from pathlib import Path
 
 import pytest
 
 from fusebook.cards import OPS
+from fusebook.kernels import _call
 from fusebook.measure import sources
 
 FILES = {
@@ -51,7 +54,12 @@ FILES = {
                 self.into = into
 
             def call(self, x):
+                if x is None:
+                    raise ValueError("expected a tensor")
                 return launch(self.into, x)
+
+            def one_by_one(self, x):
+                return [launch(self.into, t) for t in x]
 
         def launch(into, x):
             return into(x, x)
@@ -96,6 +104,8 @@ def hashed(tmp_path, monkeypatch):
         ("return x - 1", "return x - 2"),  # a helper of another family
         ("return apart(x)", "return apart(x) + 1"),
         ("def unused(x):\n            return x", "def unused(x):\n            return 2 * x"),
+        ('ValueError("expected a tensor")', 'TypeError("expected a tensor, got None")'),  # a refusal
+        ("for t in x]", "for t in [*x]]"),  # of no call that is timed
     ],
 )
 def test_what_does_not_concern_a_kernel_leaves_its_hashes(hashed, old, new):
@@ -117,14 +127,15 @@ def test_what_a_kernel_reaches_changes_its_code_and_not_its_host_time(hashed, ol
     assert code != hashed()[0] and host == hashed()[1]
 
 
-def test_the_call_path_changes_the_host_hash_alone(hashed):
-    code, host = hashed("return into(x, x)", "return into(x, x + 0)")
+@pytest.mark.parametrize(("old", "new"), [("return into(x, x)", "return into(x, x + 0)"), ("x is None", "x is not x")])
+def test_the_call_path_changes_the_host_hash_alone(hashed, old, new):
+    code, host = hashed(old, new)
     assert host and code == hashed()[0] and host != hashed()[1]
     assert hashed(name="shop_norms", function="norm")[1] == "", "no launcher is reached"
 
 
 def test_versions_of_python_agree(hashed):
-    assert hashed() == ("bd1ab2e17df9", "003e141f4b1a")
+    assert hashed() == ("bd1ab2e17df9", "243491fc856c")
 
 
 def test_packages_of_others_are_neither_read_nor_imported(tmp_path, monkeypatch):
@@ -181,3 +192,8 @@ def test_a_package_in_any_folder_is_not_read(tmp_path, monkeypatch):
     page = importlib.import_module("page")
     monkeypatch.delitem(sys.modules, "page")
     assert sources.hashes(page.run)[0]
+
+
+def test_what_is_left_out_of_the_call_path_is_in_it():
+    tree = ast.parse(Path(_call.__file__).read_text())
+    assert {getattr(node, "name", "") for node in ast.walk(tree)} >= sources.UNTIMED

@@ -4,12 +4,14 @@ A row of a record carries two. ``code`` covers every definition that an implemen
 function that its card calls to the kernels, launchers and tables. It decides about GPU times and memory. ``host``
 covers the call path, through which all launchers go. It decides about launch times and latency only.
 
-A hash is made from syntax trees. Docstrings, comments and annotations do not count, except ``tl.constexpr``.
+A hash is made from syntax trees. Docstrings, comments and annotations do not count, except ``tl.constexpr``. Nor does
+what no call that is timed runs in the call path, which are refusals and the definitions in `UNTIMED`.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import hashlib
 import importlib.util
@@ -22,10 +24,16 @@ from typing import Any, NamedTuple
 
 from fusebook.measure.op import Op
 
-__all__ = ["CALL_PATH", "hashes", "of_functions", "of_variant", "reached"]
+__all__ = ["CALL_PATH", "UNTIMED", "hashes", "of_functions", "of_variant", "reached"]
 
 #: The modules through which all launchers go: ``code`` stops here, and ``host`` covers them.
 CALL_PATH = ("fusebook.kernels._call",)
+
+#: Its functions, methods and classes that run only under a compiler or a transform, or to refuse. No call that is timed
+#: enters one, which ``tests/test_operator.py`` checks.
+UNTIMED = frozenset(
+    "_compiled _shaped dispatched one_by_one _no_gradient _no_tangents refuse _Transformed _any_of _filled".split()
+)
 
 # What else of the package is read. The rest measures, and `fusebook.measure.timing.VERSION` says when that changes.
 _READ = ("fusebook.kernels", "fusebook.cards", "fusebook.ort", "fusebook.lesson.evidence.")
@@ -75,7 +83,8 @@ def _walked(functions: Iterable[Any]) -> tuple[dict[Any, str], dict[Any, str]]:
             known = host if thing.module.name in CALL_PATH else code
             key = thing.module.name, thing.name
             if key not in known:
-                read = [_read(statement) for statement in thing.module.definitions[thing.name]]
+                statements = thing.module.definitions[thing.name]
+                read = [_read(s if known is code else _timed(s)) for s in statements]
                 known[key] = "".join(text for text, _ in read)
                 found = [t for _, names in read for t in _reached(thing.module, names)]
                 # The call path does not lead back to kernels.
@@ -226,6 +235,28 @@ def _bound(node: ast.AST) -> Iterator[str]:
     elif not isinstance(node, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
         for child in ast.iter_child_nodes(node):
             yield from _bound(child)
+
+
+class _Timed(ast.NodeTransformer):
+    """Leaves out what runs in no call that is timed."""
+
+    def visit_Raise(self, node: ast.Raise) -> ast.Pass:
+        return ast.Pass()
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+        called = node.value.func if isinstance(node.value, ast.Call) else None
+        return ast.Pass() if isinstance(called, ast.Name) and called.id in UNTIMED else node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
+        return None if node.name in UNTIMED else self.generic_visit(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST | None:
+        return None if node.name in UNTIMED else self.generic_visit(node)
+
+
+@functools.lru_cache(maxsize=None)
+def _timed(statement: ast.stmt) -> ast.AST:
+    return _Timed().visit(copy.deepcopy(statement)) or ast.Pass()
 
 
 # From a syntax tree to text -------------------------------------------------------------------------------------------
