@@ -925,6 +925,19 @@ def test_what_no_step_of_a_lesson_shows_is_recorded_too(name, files, a_gpu, tmp_
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there needs no other one")
+def test_an_operator_is_timed_in_each_use(a_gpu, monkeypatch):
+    about = evidence.load("plot_401_operator")
+    monkeypatch.setattr(about, "SHAPES", ((4, 8), (6, 9)))
+    monkeypatch.setattr(torch.library, "custom_op", lambda name, function, **_: function)
+    frame = about.timed(dict.fromkeys(about.STEPS, fusebook.silu)).set_index(["shape", "step"])
+    small, large = frame.loc["4x8"], frame.loc["6x9"]
+    assert {*about.STEPS, "no batch rule", "torch", "fusebook"} == {*small.index} == {*large.index}
+    assert frame["correct"].all() and frame["end_to_end_us"].notna().all()
+    assert small.loc[["operator", "torch", "fusebook"], ["gradient_us", "vmap_us"]].notna().all(axis=None)
+    assert large[["gradient_us", "vmap_us"]].isna().all(axis=None) and small.isna().loc["function", "vmap_us"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there needs no other one")
 @pytest.mark.parametrize("name", SEVERAL)
 def test_on_a_gpu_a_lesson_with_several_inputs_times_its_steps(name, a_gpu):
     page = runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="lesson")["page"]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from fusebook.cards import OPS
 from fusebook.kernels import _call
@@ -161,6 +162,15 @@ def test_values_that_a_function_closes_over_count():
 
     assert sources.hashes(made(1)) != sources.hashes(made(2))
     assert sources.hashes(made(1)) == sources.hashes(made(1))
+
+
+@pytest.mark.parametrize("register", [torch.library.custom_op, torch.library.triton_op])
+def test_an_operator_of_torch_is_the_function_that_it_registers(register):
+    def one(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    registered = register("test_sources::one", one, mutates_args=())
+    assert sources.hashes(registered) == sources.hashes(one) != sources.hashes(len)
 
 
 def test_every_implementation_of_fusebook_reaches_a_kernel():

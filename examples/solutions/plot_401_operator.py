@@ -1,25 +1,25 @@
-"""Solutions to the exercises of the page on kernels that become operators.
+"""Solutions to the exercises of the page on a kernel that becomes an operator.
 
-They import from nothing but PyTorch.
+They import only PyTorch.
 """
 
 import torch
 
-# 1. One number a row.
+# 1. One element for each row.
 
 
 def fake_row_sums(x):
-    return x.new_empty(x.shape[:-1])
+    return x.new_zeros(x.shape[:-1])
 
 
-# 2. With the batch in front, the last axis is the members' last.
+# 2. With the batch in front, the last axis is that of each member.
 
 
-def batched_row_sums(x, along):
-    return x.movedim(along, 0).sum(-1), 0
+def batched_row_sums(x, axis):
+    return x.movedim(axis, 0).sum(-1), 0
 
 
-# 3. Each argument's slope times the other's value.
+# 3. The gradient of each argument is multiplied by the other argument.
 
 
 def gate_slopes(dz, x, u):

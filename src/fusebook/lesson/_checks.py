@@ -40,7 +40,7 @@ class Line(Shown):
 
 
 def _name(function: Callable[..., Any]) -> str:
-    name = str(getattr(function, "__name__", function))
+    name = str(getattr(function, "_name", "") or getattr(function, "__name__", function))  # first: torch.library's
     return f"fusebook.{name}" if str(getattr(function, "__module__", "")).startswith("fusebook.") else name
 
 

@@ -26,7 +26,8 @@ class LaunchesPage(Page):
 
     Its evidence may define ``taking``, from the card's inputs to the arguments of a step; ``missing``, the outputs that
     a step does not compute, from the card's inputs; ``timed``, from the steps to their frame; ``to_count``, from the
-    steps to what is counted; and ``TABLE``, a column and a shape of that frame for each column of the lesson's table.
+    steps to what is counted; ``TABLE``, a column and a shape of that frame for each column of the lesson's table; and
+    ``LINES``, whether that table counts lines of code.
     """
 
     def _taking(self, *given: Any) -> Sequence[Any]:
@@ -81,11 +82,13 @@ class LaunchesPage(Page):
             rows = tables.where(frame, shape=shape)
             if column in rows and rows[column].notna().any():
                 wide[title] = rows.drop_duplicates("step").set_index("step")[column]
-        lines = {name: show.lines_of(*_checks.plain(step)) for name, step in steps.items()}
         told, named = _numbers.labels(self.about), {"fusebook": f"fusebook.{self.op.name}"}
         named |= {n: f"{told[n]}, {n}" if told[n].startswith("step ") else told[n] for n in steps}
-        lines["fusebook"] = _numbers.library_lines(self.op)
-        return wide.assign(lines=pd.Series(lines)).rename(index=named), self.about.CAPTION
+        if getattr(self.about, "LINES", True):
+            lines = {name: show.lines_of(*_checks.plain(step)) for name, step in steps.items()}
+            lines["fusebook"] = _numbers.library_lines(self.op)
+            wide["lines"] = pd.Series(lines)
+        return wide.rename(index=named), self.about.CAPTION
 
 
 def clocked(

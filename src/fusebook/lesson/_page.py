@@ -350,7 +350,7 @@ class Page:
         if _recording() and "counters" in self.about.FRAMES:
             self.frames.known["counters"] = self._count(steps)
         wide, caption = self._staircase(renamed, steps)
-        caption += "; empty: not measured" if wide.drop(columns="lines").isna().any(axis=None) else ""
+        caption += "; empty: not measured" if wide.drop(columns="lines", errors="ignore").isna().any(axis=None) else ""
         return show.table(wide, f"{caption}; {_numbers.origin(frame)}", fold=False)
 
     def _measured(

@@ -19,6 +19,7 @@ __all__ = [
     "partial_sums",
     "passes",
     "product",
+    "routes",
     "rows",
     "segments",
     "shared_row",
@@ -210,6 +211,26 @@ def coordinates(points: int) -> Shown:
     told += [f"in step 2, thread {t} loads points {2 * t} and {2 * t + 1} at once" for t in range(points // 2)]
     caption = "Step 1 loads twice, with gaps; thread i (ti) has point i. Step 2 loads once, without gaps."
     return _drawing(caption, told, 124, parts)
+
+
+def routes(caption: str, rows: Sequence[tuple[str, str, str]]) -> Shown:
+    """Where calls go: a row for each caller, with what it meets and what then happens.
+
+    Parameters
+    ----------
+    caption : str
+    rows : sequence of (str, str, str)
+        A caller, what serves it, and what that does.
+    """
+    width, step, parts, told = (_WIDTH - 44) / 3, 32.0, [], []
+    for i, row in enumerate(rows):
+        y = 2 + step * i
+        for j, text in enumerate(row):
+            x = 2 + j * (width + 20)
+            parts += [_box(x, y, width, 24, _AMBER if j == 1 else _BLUE), _text(x + width / 2, y + 16, text, "middle")]
+            parts += [_arrow(x - 19, y + 12, x - 1, y + 12)] if j else []
+        told.append(f"{row[0]}: {row[1]}, {row[2]}")
+    return _drawing(caption, told, step * len(rows), parts)
 
 
 def table(sizes: Sequence[int], block: int) -> Shown:

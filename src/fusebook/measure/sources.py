@@ -125,6 +125,9 @@ def _start(thing: Any) -> tuple[str, list[Any]]:
         return _parts(thing.func, *thing.args, *thing.keywords, *thing.keywords.values())
     if isinstance(thing, (list, tuple)):
         return _parts(*thing)
+    if callable(made := getattr(thing, "_init_fn", None)):  # an operator; triton_op wraps its function once more
+        inside = [cell.cell_contents for cell in made.__closure__ or () if made.__module__.startswith("torch.")]
+        thing = next(filter(callable, inside), made)
     while not isinstance(thing, (types.FunctionType, type)):  # a kernel, a cached function, a method
         inner = next((v for n in ("fn", "__wrapped__", "__func__") if callable(v := getattr(thing, n, None))), None)
         if inner is None:
