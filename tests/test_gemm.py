@@ -316,6 +316,15 @@ def test_gradients_have_the_strides_of_weights(device):
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, want, strict=True))
 
 
+def test_one_product_makes_the_gradients_of_two_weights_of_linear_layers(device):
+    x, gate, up = (drawn(*shape, device=device).requires_grad_() for shape in ((6, 8), (5, 8), (5, 8)))
+    found = torch.autograd.grad(fusebook.swiglu(x, gate.T, up.T).sum(), [gate, up])
+    want = torch.autograd.grad(swiglu_eager(x, gate.T, up.T).sum(), [gate, up])
+    assert [t.stride() for t in found] == [(8, 1), (8, 1)]
+    assert len({t.untyped_storage().data_ptr() for t in found}) == 1
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, want, strict=True))
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_gradients_of_each_sample_are_those_of_the_chain(recompute, device):
     x, a, b = (drawn(*shape, device=device) for shape in ((6, 2, 8), (8, 5), (8, 5)))

@@ -275,19 +275,20 @@ def _gate(out_ptr, g_ptr, u_ptr, bias_ptr, SIZE, N, BIAS: tl.constexpr, SPLIT: t
 
 @triton.jit
 def _gate_backward(
-    dg_ptr, du_ptr, dy_ptr, g_ptr, u_ptr, bias_ptr, SIZE, N,
-    BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    out_ptr, dy_ptr, g_ptr, u_ptr, bias_ptr, SIZE, N, BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The gradients of both products, in one pass."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    mask = at < SIZE
-    g, u = _pair(g_ptr, u_ptr, bias_ptr, at, mask, SIZE, N, BIAS, SPLIT)
+    """The gradients of both products, side by side in one output, in a part of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    at, mask = row * N + n, n < N
+    g, u = _pair(g_ptr, u_ptr, bias_ptr, at, mask, SIZE, N, BIAS, 1)
     dy = tl.load(dy_ptr + at, mask=mask).to(g.dtype)  # read MN
     s = 1 / (1 + tl.exp(-g))
     du = dy * g * s
     dg = dy * u * s * (1 + g * (1 - s))
-    tl.store(dg_ptr + at, dg.to(dg_ptr.dtype.element_ty), mask=mask)  # write MN
-    tl.store(du_ptr + at, du.to(du_ptr.dtype.element_ty), mask=mask)  # write MN
+    out_ptr += 2 * row * N
+    tl.store(out_ptr + n, dg.to(out_ptr.dtype.element_ty), mask=mask)  # write MN
+    tl.store(out_ptr + N + n, du.to(out_ptr.dtype.element_ty), mask=mask)  # write MN
 
 
 @triton.jit
@@ -804,8 +805,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(x, gate, up, bias, *products)
 
 
-def _through_gate(dy: Tensor, g: Tensor, u: Tensor, bias: Tensor | None) -> Sequence[Tensor]:
-    """The gradients of both products: in one pass, or by operations of torch where they are differentiated again."""
+def _through_gate(dy: Tensor, g: Tensor, u: Tensor, bias: Tensor | None) -> Tensor:
+    """The gradients of both products, side by side: by one kernel, or by operations of torch to differentiate again."""
     if not torch.is_grad_enabled():
         try:
             return _gradient_of_gate.call(dy, g, u, bias)  # type: ignore[no-any-return]
@@ -814,12 +815,30 @@ def _through_gate(dy: Tensor, g: Tensor, u: Tensor, bias: Tensor | None) -> Sequ
     if bias is not None:
         g, u = g + bias[0], u + bias[1]
     s = torch.sigmoid(g)
-    return dy * u * s * (1 + g * (1 - s)), dy * g * s
+    return torch.cat([dy * u * s * (1 + g * (1 - s)), dy * g * s], -1)
 
 
-def _of_weight(x: Tensor, d: Tensor, w: Tensor) -> Tensor:
-    """The gradient of a weight with its strides; otherwise autograd would copy it."""
-    return torch.mm(d.mT, x).mT if w.stride(0) == 1 else torch.mm(x.mT, d)
+def _through_gate_into(out: Tensor, dy: Tensor, g: Tensor, u: Tensor, bias: Tensor | None) -> None:
+    rows, columns = g.shape
+    block = min(triton.next_power_of_2(columns), 2**16 if INTERPRETED else 2048 // g.element_size())
+    launch(
+        _gate_backward, (rows, triton.cdiv(columns, block)),
+        out, *map(contiguous, (dy, g, u)), out if bias is None else contiguous(bias), g.numel(), columns,
+        BIAS=bias is not None, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
+def _of_weights(x: Tensor, both: Tensor, gate: Tensor, up: Tensor) -> list[Tensor | None]:
+    """The gradients of both weights, each with its strides; otherwise autograd would copy it.
+
+    Where the columns of both weights are dense, one product makes both, for the host time of one.
+    """
+    if gate.stride(0) == 1 and up.stride(0) == 1 and _wanted(gate) and _wanted(up):
+        return [d.mT for d in torch.mm(both.mT, x).tensor_split(2)]
+    return [
+        None if not _wanted(w) else torch.mm(d.mT, x).mT if w.stride(0) == 1 else torch.mm(x.mT, d)
+        for d, w in zip(both.tensor_split(2, 1), (gate, up), strict=True)
+    ]
 
 
 def _backward(ctx: Any, dy: Any) -> tuple[Any, ...]:
@@ -828,21 +847,23 @@ def _backward(ctx: Any, dy: Any) -> tuple[Any, ...]:
     dy = dy[0] if isinstance(dy, (list, tuple)) else dy
     if dy is None:  # undefined, which counts as zero
         return (None,) * 6
-    given, x, dy = x, _flat(x), _flat(dy)
     # Products that were kept are no functions of x and the weights, so that a second derivative needs new ones.
-    kept = products and not torch.is_grad_enabled()
-    g, u = map(_flat, products) if kept else (x @ gate, x @ up)
-    dg, du = _through_gate(dy, g, u, bias)
+    if not products or torch.is_grad_enabled():
+        products = [x @ gate, x @ up]
+    given, rows = x, (x, dy, *products)
+    x, dy, g, u = rows if x.dim() == 2 else map(_flat, rows)
+    del products, rows
+    both = _through_gate(dy, g, u, bias)
     del g, u  # their memory is free for what follows
     dx = None
     if _wanted(given):
+        dg, du = both.tensor_split(2, 1)
         dx = _sum_of_products([(dg, gate.mT), (du, up.mT)])
         dx = dx if given is x else dx.view(given.shape)
     return (
         dx,
-        _of_weight(x, dg, gate) if _wanted(gate) else None,
-        _of_weight(x, du, up) if _wanted(up) else None,
-        torch.stack([dg.sum(0), du.sum(0)]) if bias is not None and _wanted(bias) else None,
+        *_of_weights(x, both, gate, up),
+        both.sum(0).view(2, -1) if bias is not None and _wanted(bias) else None,
         None,
         None,
     )
@@ -864,6 +885,10 @@ def _places(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, tf32: bool
     return distance > 0 if 16 <= abs(distance) < 2**40 else None, _asked(x, (gate, up), tf32, strategy)
 
 
+def _kept_places(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, tf32: bool | None, strategy: Any) -> bool:
+    return _asked(x, (gate, up), tf32, strategy)
+
+
 _operator_concat = Operator(
     "concat_gemm",
     "(Tensor x, Tensor[] weights, bool tf32, str strategy) -> Tensor",
@@ -882,21 +907,21 @@ _operator_swiglu, _operator_kept = (
         check=_check,
         outputs=outputs,
         into=into,
-        places=_places,
+        places=places,
         gradient=(_backward, _keep),
         autocast=lower,
     )
-    for name, schema, outputs, into in (
-        ("swiglu", _swiglu_schema, _outputs, _into),
-        ("swiglu_kept", f"{_swiglu_schema}[]", _kept_outputs, _kept_into),
+    for name, schema, outputs, into, places in (
+        ("swiglu", _swiglu_schema, _outputs, _into, _places),
+        ("swiglu_kept", f"{_swiglu_schema}[]", _kept_outputs, _kept_into, _kept_places),
     )
 )
 _gradient_of_gate = Operator(
     "swiglu_gate_backward",
-    "(Tensor dy, Tensor g, Tensor u, Tensor? bias) -> Tensor[]",
+    "(Tensor dy, Tensor g, Tensor u, Tensor? bias) -> Tensor",
     check=lambda *given: given,
-    outputs=lambda dy, g, u, bias: [empty(g.shape, g.dtype, g.device) for _ in range(2)],
-    into=lambda outs, dy, g, u, bias: _elementwise(_gate_backward, outs, [*map(contiguous, (dy, g, u))], bias),
+    outputs=lambda dy, g, u, bias: empty((g.shape[0], 2 * g.shape[1]), g.dtype, g.device),
+    into=_through_gate_into,
 )
 
 
@@ -1003,7 +1028,8 @@ def swiglu(
     Other layouts and addresses are copied first or passed to torch: results are correct there, and speed has no target.
     Float32 has the same limits at the ends of its range as in `concat_gemm`. Works under `torch.compile`.
     Differentiable: gradients are torch's matmuls and one kernel between them. The matmuls follow
-    ``torch.backends.cuda.matmul.allow_tf32`` whatever `tf32` was.
+    ``torch.backends.cuda.matmul.allow_tf32`` whatever `tf32` was. Gradients of `gate` and `up` are two parts of one
+    tensor where the columns of both are dense, as those of ``linear.weight.T``.
 
     Examples
     --------
@@ -1013,9 +1039,9 @@ def swiglu(
     >>> fusebook.swiglu(torch.randn(8, 64, device="cuda"), gate, up).shape  # doctest: +SKIP
     torch.Size([8, 96])
     """
-    if recompute is not False and recompute is not True:
+    if recompute is not False:
         flag("swiglu", "recompute", recompute)
-    if not recompute and not (isinstance(strategy, str) and strategy == "fused") and torch.is_grad_enabled():
+    elif torch.is_grad_enabled() and not (isinstance(strategy, str) and strategy == "fused"):
         for t in (x, gate, up, bias):
             if isinstance(t, Tensor) and t.requires_grad:
                 return _operator_kept.call(x, gate, up, bias, tf32, strategy)[0]  # type: ignore[no-any-return]
