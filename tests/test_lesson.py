@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -40,6 +41,7 @@ NORMS = ["rms_norm", "add_rms_norm", "rms_norm_fp8", "layer_norm", "rms_norm_bac
 #: Claims that a record has no numbers for, by lesson: the evidence says so, until the page is recorded again.
 WAITING = {
     "plot_103_scatter_nd": {"sorted-gain"},
+    "plot_302_numpy_to_cuda": {"kernel-gain", "steps-correct"},
     "plot_202_swiglu": {"stacked-gain", "few-gain"},
     "plot_204_descriptors": {
         *("descriptors-gain", "persistent-gain", "dependent-gain", "steps-correct", "no-spills", "views-reached"),
@@ -524,6 +526,90 @@ def test_the_walk_in_groups_reads_fewer_strips():
     text = picture.walk(rows=4, columns=12, running=12, group=4).text
     assert "1 of 4 rows of x and 12 of 12 columns of w" in text and "4 of 4 rows of x and 3 of 12 columns of w" in text
     assert "a column of tiles of w1" in picture.product(rows=4, columns=4, program=13).text
+
+
+# NumPy code -----------------------------------------------------------------------------------------------------------
+
+
+def branching(X):
+    return X / X.max() + 1 if X.sum() > 0 else X * 2 + 1
+
+
+def branchless(X):
+    return X * np.where(X.sum() > 0, 1 / X.max(), 2) + 1
+
+
+def clipped_in_place(X):
+    X = X.copy()
+    X[X < 3] = 3
+    return X + 1
+
+
+def clipped(X):
+    return np.where(X < 3, 3, X) + 1
+
+
+def smoothed(X, turns):
+    for _ in range(turns):
+        X = (X + np.roll(X, 1)) / 2
+    return X
+
+
+def until_flat(X, step):
+    turns = 0
+    while X.max() - X.min() > 1e-3:
+        X, turns = step(X), turns + 1
+    return X, turns
+
+
+def zeros(X):
+    return X + np.zeros(3)
+
+
+def test_what_dynamo_makes_of_numpy_code(replayed):
+    graphs, ones = evidence.load("plot_302_numpy_to_cuda").graphs, np.arange(1.0, 9.0)
+    assert len(graphs(branching, ones)) > 1 and len(graphs(branchless, ones)) == 1
+    np.testing.assert_allclose(branching(ones), branchless(ones))
+    in_place, chosen = graphs(clipped_in_place, ones), graphs(clipped, ones)
+    assert len(in_place) > 1 or sum(in_place) > sum(chosen), "a write through a mask costs more"
+    few, many = (graphs(smoothed, ones, turns) for turns in (4, 16))
+    assert sum(many) > 3 * sum(few), "a loop is unrolled"
+    assert len(graphs(lambda X: until_flat(X, lambda Y: smoothed(Y, 1))[0], ones)) > 1
+
+    def compiled(function):
+        torch.compiler.reset()
+        return torch.compile(function, backend="eager")
+
+    np.testing.assert_array_equal(compiled(clipped_in_place)(ones), clipped(ones))
+    assert compiled(zeros)(np.ones(3, np.float32)).dtype == zeros(np.ones(3, np.float32)).dtype == np.float64
+    wanted, turns = until_flat(ones, lambda X: smoothed(X, 1))
+    np.testing.assert_allclose(until_flat(ones, compiled(lambda X: smoothed(X, 1)))[0], wanted)
+    by_fours, calls = until_flat(ones, compiled(lambda X: smoothed(X, 4)))
+    assert calls < turns and np.ptp(by_fours) <= 1e-3
+
+
+def test_a_lesson_on_numpy_code_has_times_of_the_cpu_and_of_the_gpu(replayed):
+    page = lesson.open("plot_302_numpy_to_cuda")
+    time, cpu, memory, *_ = page.verdict().text.splitlines()
+    assert re.search(r"in [\d.]+ s\. .* takes \d+ us of latency on a GPU", time) and "threads of the CPU" in cpu
+    assert "eager PyTorch allocates" in memory
+    assert "compiled, 1 thread:" in page.threads().text and "#pragma omp" in page.threads().html
+    assert "triton_poi" in page.generated().html
+    assert page.graphs(branchless, np.arange(1.0, 9.0)).text.startswith("1 graph, of ")
+    with pytest.raises(ValueError, match="expected numpy, arrays, tensors, kernel, got numpy"):
+        page.steps(numpy=forgetful)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is timed there is recorded")
+def test_numpy_and_what_replaces_it_are_checked_and_timed(monkeypatch):
+    about = evidence.load("plot_302_numpy_to_cuda")
+    monkeypatch.setattr(about, "SHAPES", ((2000, 2, 2),))
+    monkeypatch.setattr(about, "_seconds", lambda function, tries=5: float(tries))
+    monkeypatch.setattr(about.fusebook, "kmeans_assign", lambda X, means, check: about._adapted(X, means) * 0)
+    frame = about.timed({name: about._adapted if "e" in name else about._line for name in about.STEPS})
+    found = frame.groupby("step")["correct"].all()
+    assert found.drop("fusebook").all() and not found["fusebook"]
+    assert len(frame) == 14 and frame["seconds"].notna().all()
 
 
 # Sessions -------------------------------------------------------------------------------------------------------------

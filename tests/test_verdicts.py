@@ -245,7 +245,16 @@ def test_the_box_says_what_the_results_of_the_page_decide(facts, df):
     assert facts["measured"] is True
 
 
-def test_the_box_stands_under_the_title_and_says_what_to_have_read(monkeypatch, tmp_path, facts):
+@pytest.fixture
+def an_old_page(monkeypatch):
+    """Page 302 as if it were in its old form."""
+    every = pages.pages()
+    about = dataclasses.replace(every["302"], title=RST.splitlines()[4], whom="those who reduce", before=("002", "101"))
+    monkeypatch.setattr(pages, "pages", lambda: {**every, "302": about})
+    monkeypatch.setattr(box.lessons, "lesson", lambda docname: "")
+
+
+def test_the_box_stands_under_the_title_and_says_what_to_have_read(monkeypatch, tmp_path, facts, an_old_page):
     page = tmp_path / "auto_examples" / "plot_302_numpy_to_cuda.box.json"
     page.parent.mkdir()
     page.write_text(box.json.dumps(facts))
@@ -268,7 +277,7 @@ def test_the_box_stands_under_the_title_and_says_what_to_have_read(monkeypatch, 
     assert other == [RST]
 
 
-def test_a_page_without_results_has_a_box_that_says_so():
+def test_a_page_without_results_has_a_box_that_says_so(an_old_page):
     about = pages.pages()["302"]
     shown = box.rst(about, {}, "https://github.com/a/b")
     assert "No results." in shown

@@ -81,7 +81,7 @@ def feeds(shape: Sequence[int], indices: Tensor, updates: Tensor) -> dict[str, T
 
 
 def _bound(graph: Graph, given: Sequence[Any]) -> Callable[[], Any]:
-    """A session on memory of its own; ONNX Runtime captures a graph in its first runs."""
+    """A session on its own output; ONNX Runtime captures a graph in the first runs."""
     y = torch.full(given[0], torch.nan, dtype=given[2].dtype, device=given[2].device)
     bound = graph.bind(feeds(*given), {"y": y})
     for _ in range(3 * graph._fixed):
