@@ -478,7 +478,8 @@ class OnnxPage(Page):
             "**Many updates:** the compiled library has fewer kernels than Python has. In GPU time it is slower than "
             f"the callback at {int((lost > 1 + tables.WITHIN).sum())} of {len(lost)} sizes and dtypes, at worst "
             f"{_numbers.times(float(lost.max()))} at {worst[0].replace('x', ' x ')} in {worst[1]}.",
-            "**Memory:** ONNX Runtime allocates outputs and workspaces in its own pool, which was not measured.",
+            "**Memory:** the chain holds a masked copy of all updates, and one node holds none. ONNX Runtime's pool "
+            "was not measured.",
         ]
         install = [
             *_numbers.install(),
