@@ -47,6 +47,7 @@ WAITING = {
         *("descriptors-gain", "persistent-gain", "dependent-gain", "steps-correct", "no-spills", "views-reached"),
         "library-best-step",
     },
+    "plot_308_scikit_learn": {"loop-gain", "ahead-gain", "steps-correct"},
 }
 
 
@@ -856,6 +857,13 @@ def a_gpu(monkeypatch, replayed):
     monkeypatch.setattr(evidence.load("plot_202_swiglu"), "SHAPES", ((66, 64, 64), (1, 64, 64)))
     monkeypatch.setattr(evidence.load("plot_103_scatter_nd"), "SHAPES", ((16, 32, 32), (40, 32, 20)))
     monkeypatch.setattr(evidence.load("plot_303_kmeans"), "SHAPES", ((300, 2, 2),))
+    whole = evidence.load("plot_308_scikit_learn")
+    monkeypatch.setattr(whole, "SHAPES", ((300, 2, 3),))
+    runs = pd.DataFrame({"points": ["plane", "wide"], "n": [9, 8], "d": 2, "k": 3, "fusebook, s": 1.0})
+    runs = runs.assign(
+        **{f"{what}, {who}": 1 for what in ("inertia", "iterations") for who in ("fusebook", "scikit-learn")}
+    )
+    monkeypatch.setitem(whole.FRAMES, "ends", dataclasses.replace(whole.FRAMES["ends"], function=lambda: runs))
     head = evidence.load("plot_108_chunked_head")
     monkeypatch.setattr(head, "SHAPES", ((37, 16, 1000),))
     rows = pd.DataFrame({"rows": [256, 1024, 8192], "gpu_us": 2.0, "peak_bytes": 2.0, "beyond": 1.0})
@@ -985,6 +993,7 @@ def test_a_page_that_is_run_for_its_counters_launches_its_steps_alone(a_gpu, mon
             {"logistic_fit", "logistic_step", "pages/logistic_steps", "pages/logistic_seconds"},
         ),
         ("plot_303_kmeans", {"kmeans_assign", "kmeans_update", "kmeans_step", "pages/kmeans_teaching"}),
+        ("plot_308_scikit_learn", {"pages/kmeans_end", "pages/kmeans_loops"}),
         ("plot_304_adamw", {"adamw_step", *(f"pages/adamw_{name}" for name in ("steps", "host", "walk", "billion"))}),
     ],
 )
@@ -1005,7 +1014,8 @@ def test_what_no_step_of_a_lesson_shows_is_recorded_too(name, files, a_gpu, tmp_
     page = runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="lesson")["page"]
     steps = page.frames["steps"]
     assert {*page.about.STEPS, "fusebook"} <= set(steps["step"]) & set(a_gpu)
-    assert steps["correct"].all() and steps["gpu_us" if "gpu_us" in steps else "gpu_warm_us"].notna().all()
+    clock = next(name for name in ("gpu_us", "gpu_warm_us", "latency_us") if name in steps)
+    assert steps["correct"].all() and steps[clock].notna().all()
     folder = tmp_path / "records" / "test-gpu"
     assert {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.csv")} == files
 

@@ -36,7 +36,10 @@ LESSONS = [ROOT / "examples" / f"{name}.py" for name in evidence.lessons()]
 each = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 
 #: Sizes at which kernels of a notebook run alone, in float32, where a lesson's kernels take no others.
-SMALL = dict.fromkeys(("plot_302_numpy_to_cuda", "plot_303_kmeans"), (300, 2, 2))
+SMALL = {
+    **dict.fromkeys(("plot_302_numpy_to_cuda", "plot_303_kmeans"), (300, 2, 2)),
+    "plot_308_scikit_learn": (300, 2, 3),
+}
 
 #: Limits of a page; see docs/contributing.rst.
 LINES, FIRST_KERNEL, CALLS, NAMES, VERDICTS, TABLES, SCREENS = 450, 90, 30, 3, 8, 2, 8

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+import fusebook
 from fusebook import plots, tables
 from fusebook.lesson import _checks, _numbers
 from fusebook.lesson._page import Page, _or_banner
@@ -82,11 +83,12 @@ class LaunchesPage(Page):
             rows = tables.where(frame, shape=shape)
             if column in rows and rows[column].notna().any():
                 wide[title] = rows.drop_duplicates("step").set_index("step")[column]
-        told, named = _numbers.labels(self.about), {"fusebook": f"fusebook.{self.op.name}"}
+        called = getattr(self.about, "CALLED", self.op.name)
+        told, named = _numbers.labels(self.about), {"fusebook": f"fusebook.{called}"}
         named |= {n: f"{told[n]}, {n}" if told[n].startswith("step ") else told[n] for n in steps}
         if getattr(self.about, "LINES", True):
             lines = {name: show.lines_of(*_checks.plain(step)) for name, step in steps.items()}
-            lines["fusebook"] = _numbers.library_lines(self.op)
+            lines["fusebook"] = show.lines_behind(getattr(fusebook, called))
             wide["lines"] = pd.Series(lines)
         return wide.rename(index=named), self.about.CAPTION
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -214,21 +213,6 @@ class MemoryPage(Page):
             f"**Sizes.** At {len(equal)} of {len(peak)} sizes another takes as little memory or less: "
             f"{names} = {named}."
         )
-
-    def _box(self, lines: Sequence[str], bars: Shown, label: str) -> Shown:
-        links = [(f"fusebook.{self.op.name}", "api"), ("evidence", f"evidence/{self.name}")]
-        linked = " · ".join(
-            f'<a href="{html.escape(address)}">{show.rich(text)}</a>'
-            for text, document in links
-            if (address := _numbers.site(document))
-        )
-        made = "".join(f'<p class="fb-verdict-line">{_numbers.joined([line])}</p>' for line in lines)
-        label = label[:1].upper() + label[1:]
-        return Shown(
-            f'<div class="fb-box fb-verdict-box"><div>{made}<p class="fb-box-claims">{show.rich(label)}. {linked}</p>'
-            f"</div>{bars._repr_html_()}</div>",
-            "\n".join([*(_numbers.plainly([line]) for line in lines), f"({label})"]),
-        )._now()
 
     def memory(self, **functions: Callable[..., Any]) -> Shown:
         """Count the memory that functions hold over time at the verdict's size, and draw it.

@@ -156,8 +156,12 @@ class Page:
         """The box: time at one size, over all sizes, and memory."""
         words, kind = getattr(self.about, "WORDS", ""), getattr(self.about, "CLOCK", "cold")
         lines, bars = _numbers.verdict(self.op, self._everything(), self.about.EXAMPLE, words, kind)
+        return self._box(lines, bars, _numbers.origin(self._everything()))
+
+    def _box(self, lines: Sequence[str], bars: Shown | None, label: str) -> Shown:
+        """Sentences next to their picture, and under them where the numbers are from."""
         links = [
-            (f"fusebook.{self.op.name}", "api"),
+            (f"fusebook.{getattr(self.about, 'CALLED', self.op.name)}", "api"),
             ("evidence", f"evidence/{self.name}"),
             ("how GPU time is measured", "method"),
         ]
@@ -167,7 +171,6 @@ class Page:
             if (address := _numbers.site(document))
         )
         made = "".join(f'<p class="fb-verdict-line">{_numbers.joined([line])}</p>' for line in lines)
-        label = _numbers.origin(self._everything())
         label = f"{label[:1].upper()}{label[1:]}.{self._lacking()}"
         return Shown(
             f'<div class="fb-box fb-verdict-box"><div>{made}<p class="fb-box-claims">{show.rich(label)} {linked}</p>'

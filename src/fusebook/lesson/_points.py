@@ -1,20 +1,23 @@
-"""Lessons on k-means: a figure with a row for each problem, and calls that take more than sizes."""
+"""Lessons on k-means: a figure with a row for each problem, and k-means from its start to its end."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
 from fusebook import plots, tables
-from fusebook.lesson import _numbers
+from fusebook.lesson import _numbers, picture
 from fusebook.lesson._launches import LaunchesPage
 from fusebook.lesson._page import _or_banner
-from fusebook.page import _place
+from fusebook.page import _place, show
+from fusebook.page.results import measured
 from fusebook.page.show import Shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["PointsPage"]
+__all__ = ["EndsPage", "PointsPage"]
 
 
 class PointsPage(LaunchesPage):
@@ -39,3 +42,58 @@ class PointsPage(LaunchesPage):
         if _place.script():
             return Shown("", f"Figure, by {over}: {ax.get_title(loc='left')} ({_numbers.origin(sweep)})")._now()
         return ax
+
+
+class EndsPage(LaunchesPage):
+    """The page of a lesson on whole runs, which its evidence measures as the frame ``ends``."""
+
+    def _ends(self) -> pd.DataFrame:
+        spec = self.about.FRAMES["ends"]
+        self.frames.known["ends"] = measured(spec.name, spec.function)
+        return self.frames["ends"]
+
+    @_or_banner
+    def verdict(self) -> Shown:
+        """The box: seconds of a run by implementation, and how many iterations it took."""
+        ends = self._ends()
+        origin = ends.attrs["origin"].machine
+        cpu = f"{origin.cpu}, {origin.cores} cores" if origin else "the CPU"
+        lines: list[str] = []
+        bars: dict[str, float] = {}
+        rows: list[Any] = ends.to_dict("records")
+        for name, row in zip(("Time", "More coordinates"), rows, strict=True):
+            seconds = {n.removesuffix(", s"): s for n, s in row.items() if n.endswith(", s") and s == s}
+            own = seconds.pop("fusebook")
+            longer = ", ".join(f"{n} {s / own:.3g}" for n, s in sorted(seconds.items(), key=lambda item: item[1]))
+            lines.append(
+                f"**{name}.** {row['n']:,} points of {row['d']} coordinates, {row['k']} centres, float32: "
+                f"`fusebook.kmeans` ends after **{_numbers.microseconds(1e6 * own)}**. Others take this many times as "
+                f"long: {longer}."
+            )
+            bars = bars or {**dict(sorted(seconds.items(), key=lambda item: -item[1])), "Fusebook": own}
+        caption = "Latency of the first one. With arrays, points are copied to the GPU and the result back. "
+        caption += f"scikit-learn runs on a CPU ({cpu})."
+        shown = picture.bars(caption, bars, {n: _numbers.microseconds(1e6 * s) for n, s in bars.items()}, ["Fusebook"])
+        return self._box(lines, shown, _numbers.origin(ends))
+
+    def clusters(self, points: Any, labels: Any, centres: Any) -> Axes | Shown:
+        """What k-means found in the plane, as a figure.
+
+        Parameters
+        ----------
+        points, labels, centres : torch.Tensor
+        """
+        ax = plots.clusters(*(t.cpu() for t in (points, labels, centres)), title="What k-means found")
+        ax.figure.set_size_inches(5.4, 2.8)  # type: ignore[union-attr]
+        return Shown("", f"Figure: {len(centres)} clusters of {len(points)} points")._now() if _place.script() else ax
+
+    @_or_banner
+    def use(self) -> Shown:
+        """When to use the library: seconds and iterations of every implementation, and how to install it."""
+        ends = self._ends()
+        wide = ends.drop(columns=["points", "n", "d", "k"]).astype(object)
+        wide.columns = wide.columns.str.replace(r", s$", ", seconds", regex=True)
+        wide.index = pd.Index([f"{row.n:,} x {row.d}, k = {row.k}" for row in ends.itertuples()])
+        made = show.table(wide.T, f"K-means until its centres are at rest; {_numbers.origin(ends)}", fold=False)
+        install = _numbers.install()
+        return Shown(f"{made._repr_html_()}<p>{_numbers.joined(install)}</p>", _numbers.plainly(install))._now()

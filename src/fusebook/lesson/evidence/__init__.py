@@ -12,6 +12,8 @@ EXAMPLE
     The size and dtype that the verdict quotes.
 STEPS, SHAPES, DTYPES
     The steps of the lesson in their order, the sizes at which they are timed, and in which dtypes.
+CALLED
+    Optional: the function of the library that the lesson calls, where it is none of its operators.
 OTHER_STEPS
     Optional: steps that compute another operator than the lesson's subject, and the name of that operator. The first
     step of each operator is a baseline, and all others are numbered.

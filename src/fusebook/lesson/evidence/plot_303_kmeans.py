@@ -111,7 +111,6 @@ FRAMES: dict[str, Any] = {
     "screen": Measured("kmeans_screen_steps", _OLDER),
     "product": Measured("kmeans_product"),
     "iteration": Measured("kmeans_iteration"),
-    "end": Measured("kmeans_end"),
 }
 
 
@@ -407,16 +406,6 @@ CLAIMS = (
         "< 0.02",
         _COUNTERS + "; distance of one pass from 1",
         numbers=lambda frames: {"two": _counted(frames, "read")["two calls"]},
-    ),
-    # K-means as a whole: page 308
-    Claim(
-        "inertia",
-        "The inertia is that of scikit-learn, to one part in ten thousand.",
-        lambda frames: (
-            (rows := frames["end"].set_index("points"))["inertia, fusebook"] / rows["inertia, scikit-learn"] - 1
-        ).abs(),
-        "< 0.0001",
-        "2,000,000 points in the plane and 3 centres; 200,000 x 16 and 16 centres; distance of the ratio from 1",
     ),
 )
 
