@@ -741,6 +741,7 @@ def test_a_size_without_a_time_has_no_bar():
         picture.partial_sums(6, 3),
         picture.operand(5),
         picture.coordinates(4),
+        picture.band([(0.0, 0.0), (1.0, 1.1), (2.0, 0.0)], [(0.0, 1.0), (2.0, 1.0)], 0.5),
         picture.product(4, 4, 13),
         picture.gated(4, 6, 9),
         picture.owners("updates", [1, -1, 0, 1], 3),
@@ -759,6 +760,11 @@ def test_pictures_are_drawn_and_described(shown):
 
     ElementTree.fromstring(shown._repr_html_())
     assert len(shown.text.split()) > 5
+
+
+def test_points_in_the_band_are_those_that_an_error_could_turn_over():
+    points = [(0.0, 9.0), (0.9, 0.0), (1.2, 5.0), (3.0, 0.0)]  # squared distances differ by 4 x - 4
+    assert "Of 4 points, 2 are in the band" in picture.band(points, [(0.0, 0.0), (2.0, 0.0)], 1.0).text
 
 
 def test_padding_is_told_from_data():
@@ -857,6 +863,12 @@ def a_gpu(monkeypatch, replayed):
     monkeypatch.setattr(evidence.load("plot_202_swiglu"), "SHAPES", ((66, 64, 64), (1, 64, 64)))
     monkeypatch.setattr(evidence.load("plot_103_scatter_nd"), "SHAPES", ((16, 32, 32), (40, 32, 20)))
     monkeypatch.setattr(evidence.load("plot_303_kmeans"), "SHAPES", ((300, 2, 2),))
+    filtered = evidence.load("plot_306_tf32_filter")
+    monkeypatch.setattr(filtered, "SHAPES", ((70, 20, 30),))
+    alone = pd.DataFrame({"n": [9], "d": 2, "k": 3, "fusebook": 1.0, "bare product": 1.0})
+    monkeypatch.setitem(
+        filtered.FRAMES, "product", dataclasses.replace(filtered.FRAMES["product"], function=lambda: alone)
+    )
     whole = evidence.load("plot_308_scikit_learn")
     monkeypatch.setattr(whole, "SHAPES", ((300, 2, 3),))
     runs = pd.DataFrame({"points": ["plane", "wide"], "n": [9, 8], "d": 2, "k": 3, "fusebook, s": 1.0})
@@ -993,6 +1005,7 @@ def test_a_page_that_is_run_for_its_counters_launches_its_steps_alone(a_gpu, mon
             {"logistic_fit", "logistic_step", "pages/logistic_steps", "pages/logistic_seconds"},
         ),
         ("plot_303_kmeans", {"kmeans_assign", "kmeans_update", "kmeans_step", "pages/kmeans_teaching"}),
+        ("plot_306_tf32_filter", {"pages/kmeans_screen_steps", "pages/kmeans_product"}),
         ("plot_308_scikit_learn", {"pages/kmeans_end", "pages/kmeans_loops"}),
         ("plot_304_adamw", {"adamw_step", *(f"pages/adamw_{name}" for name in ("steps", "host", "walk", "billion"))}),
     ],

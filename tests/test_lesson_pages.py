@@ -38,6 +38,7 @@ each = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 #: Sizes at which kernels of a notebook run alone, in float32, where a lesson's kernels take no others.
 SMALL = {
     **dict.fromkeys(("plot_302_numpy_to_cuda", "plot_303_kmeans"), (300, 2, 2)),
+    "plot_306_tf32_filter": (150, 20, 70),
     "plot_308_scikit_learn": (300, 2, 3),
 }
 

@@ -326,7 +326,8 @@ def verdict(
         fastest = said(names) if len(names) == 1 else f"the faster of {said(names)}"
         text += " " + _pace(libraries, "all of these" if len(libraries) == len(torchs) else some, fastest)
     lines.append(f"{text} Times within 2 % count as equal.")
-    lines.append(f"**Memory.** {_memory_of(op, frame, 'fusebook')} {_memory_of(op, frame, next(iter(op.variants)))}")
+    first = next(name for name in op.variants if frame["variant"].eq(name).any())
+    lines.append(f"**Memory.** {_memory_of(op, frame, 'fusebook')} {_memory_of(op, frame, first)}")
     bars = {**others.sort_values(ascending=False), "Fusebook": own[gpu]}
     bars |= {"a copy": own["copy_us"]} if own["zone"] != "compute" and kind == "cold" else {}
     meant = legend([*others.index], _libraries(op, frame, timed=True))
@@ -358,7 +359,7 @@ def _memory_of(op: Op, frame: pd.DataFrame, variant: str, name: str = "", output
     rows = _large(frame, variant)
     ratio, beyond = _extra(frame, variant), float((rows["peak_bytes"] - rows["write_bytes"]).max())
     name = name or ("Fusebook" if variant == "fusebook" else _SAID.get(variant, variant))
-    name = name[:1].upper() + name[1:]
+    name = name if name.startswith("torch.") else name[:1].upper() + name[1:]
     if ratio != ratio:
         return f"{name}: not measured."
     if (held := _held(op, frame, variant)) is not None:

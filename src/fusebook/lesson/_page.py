@@ -235,9 +235,8 @@ class Page:
         if self.op.rows and not torch.cuda.is_available():
             taken[0] = min(taken[0], getattr(self.about, "INTERPRETED", _INTERPRETED))
             self._whole[tuple(taken)] = sizes[0]
-        made = self.op.make(
-            inputs.generator(seed), dtype, **{**self.op.edges[0], **dict(zip(names, taken, strict=True))}
-        )
+        words = {**self.op.edges[0], **getattr(self.about, "STRESS", {})}
+        made = self.op.make(inputs.generator(seed), dtype, **{**words, **dict(zip(names, taken, strict=True))})
         return made[0] if len(made) == 1 else made
 
     def _taking(self, *given: Any) -> Sequence[Any]:

@@ -8,6 +8,7 @@ from fusebook.page.draw import _AMBER, _BLUE, _WIDTH, _arrow, _box, _drawing, _t
 from fusebook.page.show import Shown
 
 __all__ = [
+    "band",
     "bars",
     "blocks",
     "chunks",
@@ -231,6 +232,51 @@ def routes(caption: str, rows: Sequence[tuple[str, str, str]]) -> Shown:
             parts += [_arrow(x - 19, y + 12, x - 1, y + 12)] if j else []
         told.append(f"{row[0]}: {row[1]}, {row[2]}")
     return _drawing(caption, told, step * len(rows), parts)
+
+
+def band(points: Sequence[Sequence[float]], centres: Sequence[Sequence[float]], error: float) -> Shown:
+    """Points of the plane between two centres: those whose squared distances differ by less than an error are marked.
+
+    Parameters
+    ----------
+    points : sequence of (float, float)
+    centres : sequence of (float, float)
+        Two of them.
+    error : float
+        By what the difference of two squared distances may be wrong.
+    """
+    (ax, ay), (bx, by) = centres
+    left, right = (extreme(x for x, _ in [*points, *centres]) for extreme in (min, max))
+    low, high = (extreme(y for _, y in [*points, *centres]) for extreme in (min, max))
+    scale = min((_WIDTH - 20) / (right - left), 220 / (high - low))
+    height = scale * (high - low) + 20
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return 10 + scale * (x - left), height - 10 - scale * (y - low)
+
+    def apart(x: float, y: float) -> float:
+        return (x - bx) ** 2 + (y - by) ** 2 - (x - ax) ** 2 - (y - ay) ** 2
+
+    # The difference grows by 2 |b - a|**2 along b - a, so the band's edges are error / (2 |b - a|**2) from its middle.
+    dx, dy = bx - ax, by - ay
+    shift, reach = error / (2 * (dx * dx + dy * dy)), 4 * max(right - left, high - low)
+    long = (dx * dx + dy * dy) ** 0.5
+    middle = [((ax + bx) / 2 + side * shift * dx, (ay + by) / 2 + side * shift * dy) for side in (-1, 1)]
+    ends = [(x - t * dy / long, y + t * dx / long) for x, y in middle for t in (-reach, reach)]
+    corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*ends[i]) for i in (0, 1, 3, 2)))
+    parts = [f'<polygon points="{corners}" fill="{_AMBER}" fill-opacity="0.15" stroke="{_AMBER}"/>']
+    inside = 0
+    for x, y in points:
+        undecided = abs(apart(x, y)) <= error
+        inside += undecided
+        (cx, cy), colour = at(x, y), _AMBER if undecided else _BLUE
+        parts.append(f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="3" fill="{colour}"/>')
+    for x, y in centres:
+        cx, cy = at(x, y)
+        parts.append(f'<path d="M{cx - 8:.1f} {cy:.1f}h16m-8 -8v16" stroke="currentColor" stroke-width="3"/>')
+    told = [f"{len(points)} points around two centres", f"{inside} are in the band halfway between them, and undecided"]
+    caption = f"Crosses are centres. Of {len(points)} points, {inside} are in the band (amber) and computed again."
+    return _drawing(caption, told, height, parts)
 
 
 def table(sizes: Sequence[int], block: int) -> Shown:

@@ -33,6 +33,8 @@ COUNT_EXTRA
     Whether Nsight Compute counts these, too; by default it does.
 BY, XLABEL
     Optional: by which sizes the table of the steps is, and what the x axis of the figure shows.
+STRESS
+    Optional: which inputs of the card ``page.stress`` makes, where these are not those of its first edge.
 INTERPRETED
     Optional: rows at most of inputs in Triton's interpreter, where a program has many of them.
 KERNELS

@@ -92,8 +92,6 @@ _OLDER = {
     "the library's": "fusebook",
     "assignment, then update": "two calls",
     "both in a pass": "one iteration",
-    "step three, float64": "float64",
-    "step four, a screen": "filtered",
 }
 _PLANE = ("eager", "torch.cdist", "torch.compile", "fusebook", "fusebook, checked")
 _PRODUCTS = ("torch.cdist", "torch.compile", "torch.compile, product", "fusebook")
@@ -108,8 +106,6 @@ FRAMES: dict[str, Any] = {
     "step": Recorded("kmeans_step", "plane,wide", "float32", _ITERATIONS),
     "steps": _Steps("kmeans_teaching", _OLDER),
     "counters": Measured("kmeans_counters", _OLDER),
-    "screen": Measured("kmeans_screen_steps", _OLDER),
-    "product": Measured("kmeans_product"),
     "iteration": Measured("kmeans_iteration"),
 }
 
@@ -157,16 +153,6 @@ def _checked(frames: Frames) -> pd.Series:
     return ratio
 
 
-def _wider(frames: Frames, variant: str) -> pd.Series:
-    """How many times as long another implementation takes with 64 and with 128 coordinates."""
-    return tables.ratio(tables.where(frames["wide"], d=[64, 128]), variant, "fusebook")
-
-
-def _correct(frames: Frames, variant: str) -> pd.Series:
-    """Whether labels are correct, by where the points are."""
-    return tables.where(frames["laws"], variant=variant).set_index("law")["status"].eq("ok")
-
-
 def _of_plane(frames: Frames, what: str) -> pd.Series:
     """Time over that of the assignment, for 20 million points."""
     rows = tables.where(frames["iteration"], d=2)
@@ -180,8 +166,6 @@ _LABELS = _POINTS + "; labels in int64, int32 and uint8; GPU time, cold L2"
 _INT64 = _POINTS + "; labels in int64; GPU time, cold L2"
 _ALL = "every recorded size and dtype"
 _COUNTERS = _POINTS + "; hardware counters"
-_WIDE = "1,000,000 x 64 by 256 centres and 65,536 x 128 by 1024; float32, GPU time, cold L2"
-_LAWS = "1,000,000 x 64 by 256 centres, float32"
 
 CLAIMS = (
     # The lesson's findings
@@ -300,72 +284,6 @@ CLAIMS = (
             "one": (sectors := _counted(frames, "sectors"))["one_pass"],
             "two": sectors["pairs"],
         },
-    ),
-    # Many coordinates: page 306
-    Claim(
-        "target-cdist",
-        "With 64 and 128 coordinates the library is at least twice as fast as `torch.cdist` and `argmin`: {least:.1f}x "
-        "to {most:.1f}x.",
-        lambda frames: _wider(frames, "torch.cdist"),
-        ">= 2",
-        _WIDE,
-        kind="target",
-    ),
-    Claim(
-        "target-compiled-wide",
-        "There it is at least twice as fast as `torch.compile` of the eager code: {least:.0f}x to {most:.0f}x.",
-        lambda frames: _wider(frames, "torch.compile"),
-        ">= 2",
-        _WIDE,
-        kind="target",
-    ),
-    Claim(
-        "target-compiled-matmul",
-        "There it is at least twice as fast as a compiled matmul, which is how scikit-learn computes distances: "
-        "{least:.1f}x to {most:.1f}x.",
-        lambda frames: _wider(frames, "torch.compile, product"),
-        ">= 2",
-        _WIDE,
-        kind="target",
-    ),
-    Claim(
-        "target-matmul",
-        "There it takes at most 1.5 times as long as the matmul alone, in float32 without TF32: {least:.2f} to "
-        "{most:.2f} times.",
-        lambda frames: (rows := frames["product"].set_index(["n", "d", "k"]))["fusebook"] / rows["bare product"],
-        "<= 1.5",
-        _WIDE,
-        kind="target",
-    ),
-    Claim(
-        "fastest-wide",
-        "With 16, 64 and 128 coordinates the library takes {least:.2f} to {most:.2f} times as long as the fastest "
-        "other implementation.",
-        lambda frames: tables.behind(frames["wide"])["times as long"],
-        "< 0.98",
-        "1,000,000 x 16 by 16 centres, 1,000,000 x 64 by 256 and 65,536 x 128 by 1024; float32, GPU time, cold L2",
-    ),
-    Claim(
-        "anywhere-correct",
-        "The library is correct for points in clusters, far from the origin, and with centres far from each other.",
-        lambda frames: _correct(frames, "fusebook"),
-        "== 1",
-        _LAWS,
-    ),
-    Claim(
-        "cdist-incorrect",
-        "`torch.cdist` with `argmin` is incorrect far from the origin, and where centres are far from each other: from "
-        "25 rows on it computes a matmul.",
-        lambda frames: _correct(frames, "torch.cdist").drop("blobs"),
-        "== 0",
-        _LAWS,
-    ),
-    Claim(
-        "filter-correct",
-        "The matmul in float64 of all points is correct, and so is that behind a filter in TF32.",
-        lambda frames: tables.where(frames["screen"], step=["float64", "filtered"]).set_index(["step", "n"])["correct"],
-        "== 1",
-        _WIDE,
     ),
     # The update and an iteration: page 307
     Claim(
