@@ -40,6 +40,7 @@ SCATTERS = ["masked_scatter_nd_of_shape", "scatter_nd_of_shape", "embedding_back
 NORMS = ["rms_norm", "add_rms_norm", "rms_norm_fp8", "layer_norm", "rms_norm_backward", "layer_norm_backward"]
 #: Claims that a record has no numbers for, by lesson: the evidence says so, until the page is recorded again.
 WAITING = {
+    "plot_003_launching": {"steps-correct"},
     "plot_103_scatter_nd": {"sorted-gain"},
     "plot_302_numpy_to_cuda": {"kernel-gain", "steps-correct"},
     "plot_202_swiglu": {"stacked-gain", "few-gain"},
@@ -1044,6 +1045,16 @@ def test_an_operator_is_timed_in_each_use(a_gpu, monkeypatch):
     assert frame["correct"].all() and frame["end_to_end_us"].notna().all()
     assert small.loc[["operator", "torch", "fusebook"], ["gradient_us", "vmap_us"]].notna().all(axis=None)
     assert large[["gradient_us", "vmap_us"]].isna().all(axis=None) and small.isna().loc["function", "vmap_us"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there needs no other one")
+def test_launches_are_timed_with_a_gradient_too(a_gpu, monkeypatch):
+    about = evidence.load("plot_003_launching")
+    monkeypatch.setattr(about, "SHAPES", ((4, 8),))
+    frame = about.timed(dict.fromkeys(about.STEPS, torch.exp)).set_index("step")
+    assert [*about.STEPS, "fusebook"] == [*frame.index] and frame["correct"].all()
+    assert frame[["launch_us", "gpu_warm_us", "end_to_end_us"]].notna().all(axis=None)
+    assert frame["gradient_us"].notna().tolist() == [True, False, False, True]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there needs no other one")

@@ -1,7 +1,7 @@
 """Solutions to the exercises of the page on launching.
 
-They import from nothing but PyTorch and Triton once fusebook has decided
-whether kernels are interpreted.
+They import only PyTorch and Triton once fusebook has decided whether kernels
+are interpreted.
 """
 
 import fusebook  # noqa: F401  before triton
@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-# 1. How the numbers lie is no part of the shape.
+# 1. Strides are not part of the shape.
 
 
-def forgetful(first, second):
+def forgets_strides(first, second):
     kept = {}
 
     def call(x):
@@ -27,8 +27,8 @@ def forgetful(first, second):
     return call(second)
 
 
-# 2. Each address counts by itself: up to four plans for one shape, and more
-# where addresses have other remainders.
+# 2. Each address counts: four plans for one shape if each is a multiple of 16
+# or not, and more if the key has other remainders.
 
 
 @triton.jit

@@ -138,7 +138,7 @@ class Page:
         return self.frames.of(self.op.name)
 
     def measure(self, function: Callable[[], pd.DataFrame], name: str) -> pd.DataFrame:
-        """What a function of the page measures on a GPU, or its record.
+        """What a function of the page measures on a GPU, or its record; for claims as well, if a frame is of that name.
 
         Parameters
         ----------
@@ -147,7 +147,12 @@ class Page:
         name : str
             Of the record.
         """
-        return measured(name, function)
+        frame = measured(name, function)
+        for key, spec in self.about.FRAMES.items():
+            if isinstance(spec, Measured) and spec.name == name:
+                self.frames.known[key] = spec.renamed(frame)
+                return self.frames.known[key]
+        return frame
 
     # What is shown
 
