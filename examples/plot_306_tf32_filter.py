@@ -241,8 +241,8 @@ page.findings()
 #
 # Use it for many points, and for more coordinates than fit into registers. The
 # library chooses among differences, a matmul in float64 and the filter, by a
-# table of sizes. If all points are far from the mean of the centres, the filter
-# decides few of them. Then it costs more time than it saves.
+# table of sizes. If all points are far from the mean of the centres, the
+# filter decides few of them. Then it costs more time than it saves.
 
 labels = fusebook.kmeans_assign(points, centres)
 
