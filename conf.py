@@ -104,7 +104,10 @@ html_theme_options = {
     "header_links_before_dropdown": 6,
     "show_toc_level": 2,
     "use_edit_page_button": bool(REPOSITORY),
-    "secondary_sidebar_items": ["page-toc", "edit-this-page", *(["colab"] if REPOSITORY else [])],
+    "secondary_sidebar_items": {
+        "**": ["page-toc", "edit-this-page", *(["colab"] if REPOSITORY else [])],
+        "auto_examples/plot_900_all_results": [],  # its tables are wide
+    },
     "footer_start": ["copyright"],
     "footer_end": ["theme-version"],
     "pygments_light_style": "a11y-high-contrast-light",

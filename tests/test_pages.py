@@ -31,7 +31,7 @@ REAL = machines.RECORDS
 NOTEBOOKS = EXAMPLES.parent / "build" / "html" / "_downloads"
 PAGES = sorted(EXAMPLES.glob("plot_*.py"))
 KERNEL = re.compile(r"^@triton\.jit", re.MULTILINE)
-OLD_PAGES = [page for page in PAGES if page.stem not in evidence.lessons()]  # lessons: test_lesson_pages
+OLD_PAGES = [page for page in PAGES if "import fusebook.lesson" not in page.read_text()]
 KERNEL_PAGES = [page for page in PAGES if page.stem[5] not in "09" and KERNEL.search(page.read_text())]
 HEADINGS = [
     "The problem",
@@ -219,24 +219,6 @@ def test_a_kernel_page_replays_and_its_exercises_fail_until_they_are_solved(page
     assert all("Error" not in item.detail for item in found), "wrong, and not broken, is what a reader starts from"
     assert len(exercises(passed)) == len(found)
     assert [repr(item) for item in exercises(passed) if item.true is not True] == []
-
-
-@pytest.mark.slow
-def test_all_results_replay_and_points_lost_are_among_them(recorded, tmp_path, monkeypatch):
-    folder = tmp_path / "records"
-    others = [f"{name}.csv" for name in OPS if name not in ("multiply", "softmax", "swiglu")]  # the page takes any
-    shutil.copytree(machines.RECORDS, folder, ignore=shutil.ignore_patterns(*others))
-    op = OPS["double"]
-    frame = synthetic.frame(op, *everything(op), machine(slug="nvidia-h200", name="Made-up GPU"))
-    faster = frame["variant"].eq("eager")
-    frame.loc[faster, frame.columns.str.startswith("gpu_us")] /= 10
-    record.write(frame, folder)
-    monkeypatch.setattr(machines, "RECORDS", folder)
-    shown = map(repr, run_page(EXAMPLES / "plot_900_all_results.py"))
-    cold, warm, paid, call = [text for text in shown if text.startswith("Where another way is faster")]
-    assert "double" in cold and "eager" in cold
-    assert "double" not in warm
-    assert "eager program" in paid and "waited for" in call
 
 
 #: Runs each script that it is given as a command, for help and with nonsense; one JSON object a command.

@@ -135,28 +135,6 @@ def test_what_is_paid_is_the_larger_of_host_and_device():
     assert tables.times(df, "paid")["fusebook"].iloc[1] == 400.0
 
 
-def test_each_loss_of_the_callers_has_its_reason():
-    df = clock(
-        fusebook=[(9.0, 10.0, 40.0), (5.0, 30.0, 40.0), (5.0, 10.0, 40.0), (5.0, 10.0, 40.0), (5.0, 10.0, 40.0)],
-        torch=[(5.0, 10.0, 36.0), (5.0, 10.0, 20.0), (5.0, 10.0, 20.0), (5.0, 10.0, 20.0), (5.0, 10.0, 40.0)],
-        packed=[(9.0, 99.0, 99.0)] * 2 + [(5.0, 10.0, 10.0)] + [(9.0, 99.0, 99.0)] * 2,
-    )
-    chosen = df[(df["variant"] == "fusebook") & (df["M"] == 8)].assign(variant="fusebook (chosen)", latency_us=20.0)
-    found = tables.reasons(pd.concat([df, chosen]), ["packed"]).droplevel("dtype")
-    assert dict(found["why"]) == {
-        "1x8": "the device",
-        "2x8": "the host",
-        "4x8": "prepared beforehand",
-        "8x8": "a kernel that is not chosen there",
-    }
-    assert found.loc["2x8", ["us lost", "by the host", "by the device"]].tolist() == [20.0, 20.0, 0.0]
-    # The device loses a little where the host loses most.
-    both = clock(fusebook=[(6.0, 30.0, 60.0)], torch=[(4.0, 7.0, 30.0)])
-    assert tables.reasons(both)["why"].tolist() == ["the host"]
-    again = tables.reasons(df).droplevel("dtype")["why"]
-    assert again["4x8"] == again["8x8"] == "the host after a wait"
-
-
 def test_a_record_without_the_hosts_clock_is_empty_there_and_loses_nothing():
     df = clock(fusebook=[(5.0, 40.0, 60.0)], torch=[(6.0, 7.0, 20.0)]).drop(columns="launch_us")
     assert tables.clocks(df)["host"].isna().all() and tables.clocks(df)["paid"].isna().all()
@@ -284,7 +262,6 @@ def test_a_bandwidth_plot_of_two_dtypes_is_refused(df):
 
 def test_plots_have_nothing_painted_behind_them(sweep, df):
     axes = [plots.bandwidth(sweep), plots.times(sweep), plots.dots(df)]
-    axes.append(plots.roofline({"softmax": df}, machine()).flat[0])
     axes.append(plots.copies(machine(bandwidth=[{"bytes": 2**k, "cold": 1e12} for k in (20, 25)])))
     for ax in axes:
         assert ax.figure.get_facecolor()[3] == 0
@@ -306,33 +283,6 @@ def test_plots_do_without_a_machine_and_with_a_readers_own_variant():
     frame = synthetic.frame(op, "small")
     frame[["roof_us", "copy_us", "copy_warm_us", "floor_us"]] = math.nan
     assert "mine" in {t.get_text().strip() for t in plots.bandwidth(frame).texts}
-
-
-def test_a_roofline_has_a_panel_a_family_with_ours_and_the_best_other_at_each_point(df):
-    theirs = df[df["variant"] != "fusebook"]
-    grid = plots.roofline({"rows": df, "nothing of ours": theirs}, machine())
-    assert [ax.get_title(loc="left") for ax in grid.flat if ax.get_visible()] == ["rows"]
-    lines = {line.get_label(): line for line in grid.flat[0].lines}
-    ours = df[(df["variant"] == "fusebook") & (df["status"] == "ok")]
-    assert len(lines["ours"].get_xdata()) == len(lines["best other"].get_xdata()) == len(ours)
-    # quack takes 1.02 of a copy, Liger, where quack refuses, 1.05; ours 1.01.
-    ratios = lines["best other"].get_ydata() / lines["ours"].get_ydata()
-    assert set(ratios.round(4)) == {round(1.01 / 1.02, 4), round(1.01 / 1.05, 4)}
-    assert lines["best other"].get_markerfacecolor() == "none" != lines["ours"].get_markerfacecolor()
-
-
-def test_a_timeline_has_a_row_a_way_and_ends_where_it_is_told():
-    spans = [
-        ("loop", "host", 0, 50),
-        ("loop", "kernel", 20, 1),
-        ("graph", "kernel", 30, 500),
-        ("graph", "host", 900, 5),
-    ]
-    ax = plots.timeline(pd.DataFrame(spans, columns=["way", "lane", "start us", "us"]), until=100)
-    assert [t.get_text() for t in ax.get_yticklabels()] == ["loop", "graph"]
-    assert ax.get_xlim() == (0, 100)
-    ends = [p.get_extents().x1 for c in ax.collections for p in c.get_paths()]
-    assert len(ends) == 3 and max(ends) <= 100
 
 
 def test_a_way_of_computing_looks_alike_in_every_figure(df):

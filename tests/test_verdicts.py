@@ -296,7 +296,7 @@ def test_each_page_says_what_to_have_read_and_only_earlier_pages():
         assert set(page.before) < set(every)
         assert all(order.index(before) < order.index(number) for before in page.before), number
         assert page.minutes > 0
-        if not lessons.lesson(page.document):  # a lesson says what you will learn
+        if not lessons.of_lesson_api(page.document):  # a lesson says what you will learn
             assert page.whom.startswith(("those who", "anyone who", "those whose")), number
         assert page.number[0] in pages.sections()
 
@@ -388,32 +388,6 @@ def test_the_front_page_names_a_problem_by_its_bytes(monkeypatch, df):
     assert front.problem(told(start="")) == ""
     never = dataclasses.replace(told(start=f"{largest} (1 us)"), torch={"paid": answers.Standing(3, 0, 0)})
     assert front.problem(never) == "every size"  # smaller ones may be slower on the device
-
-
-# All results
-
-
-def test_every_record_is_in_the_table_and_the_best_of_its_arithmetic_is_bold(df):
-    found = {"softmax": df}
-    table, best = verdicts.every(found)
-    assert len(table) == len(best) == len(df)
-    large = (table["dtype"] == "float32") & (table["size"] == "65536x781")
-    at = table[large].set_index("way")
-    assert at.loc["quack", "status"] == "refused"
-    assert at.loc["fusebook", "cold, us"] == df[large & (df["variant"] == "fusebook")]["gpu_us"].item()
-    assert table["way"][large & best["cold, us"]].tolist() == ["fusebook"]
-    assert table["way"][large & best["host, us"]].tolist() == ["torch"]
-    other = df.assign(math=df["variant"].map({"eager": "tf32"}).fillna(""))  # alone of its arithmetic
-    _, best = verdicts.every({"softmax": other})
-    assert set(table["way"][large & best["cold, us"]]) == {"eager", "fusebook"}
-
-
-def test_winners_have_a_row_a_size_of_every_operator_with_ours(df):
-    table = verdicts.winners({"softmax": df, "exp": df[df["variant"] == "eager"]})
-    assert set(table["operator"]) == {"softmax"}
-    assert len(table) == len(df.drop_duplicates(["dtype", "M", "N"]))
-    row = table[(table["size"] == "256x256") & (table["dtype"] == "float32")].iloc[0]
-    assert (row["take, for the caller"], row["take, on the device"]) == ("torch", "quack, ours")
 
 
 def test_a_sortable_table_is_a_plain_one_with_its_best_in_bold():

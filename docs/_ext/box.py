@@ -107,7 +107,7 @@ def of(op, frame):
 
 def insert(app, docname, source):
     """Put the box under the title of a page, and take from its text what the box says."""
-    if not docname.startswith("auto_examples/plot_") or lessons.lesson(docname):
+    if not docname.startswith("auto_examples/plot_") or lessons.of_lesson_api(docname):
         return
     name = docname.removeprefix("auto_examples/")
     file = Path(app.srcdir) / "auto_examples" / f"{name}.box.json"

@@ -373,7 +373,7 @@ def publish_scripts(folder, repository, generated=None, wheel=None):
                 if info.filename.endswith(".py"):
                     content = complete(Path(info.filename).stem, content.decode()).encode()
                 archive.writestr(info, content)
-            if wheel and lessons.lesson(path.stem):
+            if wheel and lessons.of_lesson_api(path.stem):
                 archive.write(wheel, wheel.name)
 
 

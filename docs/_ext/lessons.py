@@ -1,6 +1,7 @@
 """Pages in the form of a lesson: gains in headings, links to files, and notebooks that install what they need.
 
-A lesson has a module of evidence, see `fusebook.lesson.evidence`. Every other page is in its old form.
+A lesson has a module of evidence, see `fusebook.lesson.evidence`. A page about all operators has none, and has the same
+form otherwise. Every other page is in its old form.
 """
 
 import json
@@ -23,6 +24,7 @@ __all__ = [
     "links",
     "make_notebooks",
     "notebook",
+    "of_lesson_api",
     "plain_roles",
     "wheel",
 ]
@@ -36,6 +38,14 @@ def lesson(docname):
 
     name = docname.removeprefix("auto_examples/")
     return name if name in evidence.lessons() else ""
+
+
+def of_lesson_api(docname):
+    """The page that a document of the site is, if it imports `fusebook.lesson`; empty otherwise."""
+    name = docname.removeprefix("auto_examples/")
+    file = pages.EXAMPLES / f"{name}.py"
+    found = "/" not in name and file.exists() and "import fusebook.lesson" in file.read_text(encoding="utf-8")
+    return name if found else ""
 
 
 def wheel():
@@ -79,11 +89,11 @@ def left(text):
 
 def prepare(app, docname, source):
     """Fill the headings of a lesson, and put the line with its files under the title."""
-    if not (name := lesson(docname)):
+    if not (name := of_lesson_api(docname)):
         return
     generated = Path(app.srcdir) / "auto_examples"
     app.env.note_dependency(str(generated / f"{name}.box.json"), docname=docname)
-    text = fill(source[0], built(generated, name))
+    text = fill(source[0], built(generated, name)) if lesson(docname) else source[0]
     for marker in left(text):
         logger.warning("%s: nothing fills %s", docname, marker)
     line = links(name, app.config.fusebook_repository)
@@ -97,10 +107,8 @@ def links(name, repository=""):
     files.append(f":download:`both with the library <{name}.zip>`")
     if address := pages.colab(name, repository):
         files.append(f"`Colab <{address}>`__")
-    return (
-        f".. container:: fb-lesson-links\n\n   {about.minutes} minutes. Download: {', '.join(files)}. "
-        f"Where each number is from: :doc:`evidence </evidence/{name}>`.\n"
-    )
+    where = f" Where each number is from: :doc:`evidence </evidence/{name}>`." if lesson(name) else ""
+    return f".. container:: fb-lesson-links\n\n   {about.minutes} minutes. Download: {', '.join(files)}.{where}\n"
 
 
 def fix_headings(app, doctree):
@@ -187,12 +195,12 @@ if any(float(capability) < 8 for capability in found):
 def notebook(make, script_blocks, gallery_conf, target_dir):
     """A notebook as sphinx-gallery makes it, with gains, and without roles and comments for the site."""
     code = "\n".join(block.content for block in script_blocks if block.type == "code")
-    opened = re.search(r'lesson\.open\("(\w+)"\)', code)
+    opened = re.search(r'lesson\.(open|book)\("(\w+)"\)', code)
     url, found = os.environ.get("FUSEBOOK_URL", "").rstrip("/"), {}
     if opened:
         from fusebook.page import _place
 
-        found = gains(opened[1], *_place.shown.get("gains", [])[-1:])
+        found = gains(opened[2], *_place.shown.get("gains", [])[-1:]) if opened[1] == "open" else {}
         gallery_conf = {**gallery_conf, "first_notebook_cell": first_cell(url), "last_notebook_cell": None}
     blocks = []
     for block in script_blocks:
@@ -203,7 +211,7 @@ def notebook(make, script_blocks, gallery_conf, target_dir):
         blocks.append(block._replace(content=text))
     made = make(blocks, gallery_conf, target_dir)
     if rest := left(str(made)):
-        raise ValueError(f"the notebook of {opened and opened[1]} has {', '.join(rest)}")
+        raise ValueError(f"the notebook of {opened and opened[2]} has {', '.join(rest)}")
     return made
 
 

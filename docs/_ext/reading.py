@@ -47,7 +47,7 @@ class FoldCode(SphinxPostTransform):
 
     def run(self, **kwargs):
         """Put each block of code into parts."""
-        if lessons.lesson(self.env.docname):
+        if lessons.of_lesson_api(self.env.docname):
             lessons.tidy_code(self.document)
         elif self.env.docname.startswith("auto_examples/plot_"):
             fold_code(self.document)

@@ -1,8 +1,9 @@
 /* Which tables sort and filter, and by what: words are chosen from a list, numbers are searched. */
 document.addEventListener("DOMContentLoaded", () => {
   if (!window.DataTable) return;
-  const words = ["GPU", "operator", "way", "size", "dtype", "status", "take, for the caller", "take, on the device"];
-  document.querySelectorAll(".fb-sortable").forEach((box) => {
+  const words = ["GPU", "operator", "implementation", "size", "dtype", "call", "take", "take, by GPU time"];
+  const asked = new URLSearchParams(location.search).getAll("q").join(" ").trim();  // of the front page, for the first table
+  document.querySelectorAll(".fb-sortable").forEach((box, number) => {
     const table = box.querySelector("table");
     const heads = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
     const columns = heads.map((_, i) => i);
@@ -12,6 +13,7 @@ document.addEventListener("DOMContentLoaded", () => {
     new DataTable(table, {
       paging: false,
       order: [],
+      search: { search: number ? "" : asked },
       autoWidth: false,
       orderCellsTop: true,
       columnDefs: [{ targets: lists, className: "fb-wraps", columnControl: ["order", ["searchList"]] },

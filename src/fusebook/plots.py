@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = [
-    "axes", "bandwidth", "clusters", "copies", "dots", "legend_below", "lines", "roofline", "spread", "style",
-    "timeline", "times",
+    "axes", "bandwidth", "clusters", "copies", "dots", "legend_below", "lines", "spread", "style", "times",
 ]  # fmt: skip
 
 #: Readable on white and on near-black, and told apart by readers who do not see red and green.
@@ -440,112 +439,6 @@ def copies(machine: Any) -> Axes:
     edge = 4 * machine.l2 / 1e6
     ax.axvspan(size[0], edge, color=INK, alpha=0.1, linewidth=0, zorder=0)
     ax.text(edge, 0.03, " 4 x L2", transform=ax.get_xaxis_transform(), color=INK, fontsize=9)
-    return ax
-
-
-def _together(rates: Mapping[str, float]) -> list[tuple[float, str]]:
-    """Rates with their names; those that lie too close for two labels share one, at the higher rate."""
-    found: list[tuple[float, str]] = []
-    for name, value in sorted(rates.items(), key=lambda item: -item[1]):
-        if found and value > 0.7 * found[-1][0]:
-            found[-1] = (found[-1][0], f"{found[-1][1]}, {name}")
-        else:
-            found.append((value, name))
-    return found
-
-
-def roofline(parts: Mapping[str, pd.DataFrame], machine: Any) -> np.ndarray:
-    """Arithmetic rate over arithmetic intensity, cold, under the measured ceilings: a panel a family of operators.
-
-    Parameters
-    ----------
-    parts : mapping of str to pandas.DataFrame
-        By the name of a panel, results of any operators.
-    machine : Machine
-        With ``copy`` and ``rates``.
-
-    Returns
-    -------
-    numpy.ndarray of matplotlib.axes.Axes
-        Ours is filled, the best other way at the same point hollow.
-    """
-    parts = {name: tables.timed(df[df["flop"] > 0], "cold") for name, df in parts.items()}
-    parts = {name: df for name, df in parts.items() if df["variant"].eq("fusebook").any()}
-    rows = -(-len(parts) // 2)
-    figure, grid = _grid(rows, 2, figsize=(9.0, 3.3 * rows), squeeze=False)
-    xlabel, ylabel = "operations a byte of the least traffic", "GFLOP/s"
-    top = max(machine.rates.values())
-    for ax, (name, df) in zip(grid.flat, parts.items(), strict=False):
-        axes(name, xlabel, ylabel, ax=ax)
-        ax.set_xscale("log")
-        ax.set_yscale("log")
-        ax.minorticks_off()
-        points = tables.behind(tables.alike(df))
-        ours = df[df["variant"] == "fusebook"]
-        intensity = (ours["flop"] / (ours["read_bytes"] + ours["write_bytes"])).astype(float)
-        rate = (ours["flop"] / ours["gpu_us"] / 1e3).astype(float)
-        order = ["label", "dtype"] if points.index.nlevels == 2 else ["op", "label", "dtype"]
-        at = pd.MultiIndex.from_frame(ours.assign(label=tables.label(ours))[order])
-        other = rate.to_numpy() * points["times as long"].reindex(at).to_numpy()
-        ax.plot(
-            intensity, other, "o", color=_COLOURS["quack"], markersize=6, markerfacecolor="none", label="best other"
-        )
-        ax.plot(intensity, rate, "D", color=_COLOURS["fusebook"], markersize=4, label="ours")
-        left, right = float(intensity.min()) / 3, float(intensity.max()) * 3
-        used = {dtype: machine.rates[dtype] for dtype in df["dtype"].unique() if dtype in machine.rates}
-        ceiling = max(used.values(), default=top)
-        if float(rate.max()) * 1e9 > ceiling and "tf32" in machine.rates:  # found with the help of such products
-            used["tf32"] = ceiling = machine.rates["tf32"]
-        x = np.geomspace(left, right, 100)
-        ax.plot(x, np.minimum(x * machine.copy, ceiling) / 1e9, color=INK, linewidth=1.2)
-        low = float(np.nanmin([rate.min(), np.nanmin(other) if len(other) else np.nan]))
-        for value, dtype in _together(used):
-            if value / machine.copy < right:
-                ax.plot([value / machine.copy, right], [value / 1e9] * 2, color=INK, linewidth=0.8)
-                ax.text(right, value / 1e9, dtype, color=INK, fontsize=7, va="bottom", ha="right")
-        ax.set_xlim(left, right)
-        ax.set_ylim(bottom=low / 2)
-    for ax in grid.flat[len(parts) :]:
-        ax.set_visible(False)
-    figure.patch.set_alpha(0)
-    figure.suptitle(f"Every record on {machine.name}, cold: lines are its copy and its rates", color=INK, fontsize=11)
-    if parts:
-        grid.flat[0].legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower right")
-    return grid
-
-
-def timeline(df: pd.DataFrame, *, until: float, title: str = "") -> Axes:
-    """Where the time goes: for each way a row of what the host does, what kernels do and what copies do.
-
-    Parameters
-    ----------
-    df : pandas.DataFrame
-        One span a row: ``way``, ``lane`` (host, kernel or copy), ``start us`` and ``us``.
-    until : float
-        Where the picture ends, in microseconds.
-    """
-    ways = list(dict.fromkeys(df["way"]))
-    size = (8.0, 1.1 + 0.62 * len(ways))
-    ax = axes(title or "Where the time goes", "microseconds", "", size, [_gpu(df), "the clock of a profiler"])
-    ax.grid(visible=False, axis="y")
-    lanes = {"host": INK, "kernel": "#0a84d6", "copy": "#e0562b"}
-    for i, way in enumerate(ways):
-        for j, (lane, colour) in enumerate(lanes.items()):
-            spans = df[(df["way"] == way) & (df["lane"] == lane) & (df["start us"] < until)]
-            # A thin line between neighbours, and no span too short to be seen.
-            bars = [
-                (s, max(min(t, until - s) - 0.001 * until, 0.002 * until))
-                for s, t in zip(spans["start us"], spans["us"], strict=True)
-            ]
-            ax.broken_barh(bars, (-i - 0.27 * j, 0.23), facecolors=colour, label=lane if i == 0 else None)
-        ax.axhline(-i - 0.66, color=INK, alpha=0.25, linewidth=0.6)
-    ax.set_yticks([-i - 0.15 for i in range(len(ways))], ways)
-    ax.tick_params(axis="y", length=0)
-    ax.set_xlim(0, until)
-    ax.set_ylim(-len(ways) + 0.3, 0.35)
-    ax.legend(
-        ncols=3, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, labelcolor=INK, fontsize=8, borderaxespad=0.2
-    )
     return ax
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fusebook.extras import extra
@@ -23,9 +23,8 @@ with extra("book"):
 
 __all__ = [
     "CONTROLS", "KINDS", "WITHIN", "alike", "behind", "clocks", "column", "dims", "harmless", "label", "losses",
-    "number", "paid",
-    "pays_from", "pretty", "ratio", "reasons", "share", "shares", "staircase", "standing", "timed", "times", "together",
-    "where",
+    "number", "paid", "pays_from", "pretty", "ratio", "share", "shares", "staircase", "standing", "timed", "times",
+    "together", "where",
 ]  # fmt: skip
 
 #: The kinds of time that a table can show.
@@ -312,49 +311,6 @@ def alike(df: pd.DataFrame, variant: str = "fusebook") -> pd.DataFrame:
     """
     own = df["variant"].str.startswith(tuple(variant + mark for mark in " ,("))
     return df[~own & df["math"].fillna("").eq("")]
-
-
-def reasons(df: pd.DataFrame, prepared: Collection[str] = ()) -> pd.DataFrame:
-    """The points that ours loses by one call, waited for, and why.
-
-    Parameters
-    ----------
-    df : pandas.DataFrame
-        Results, those of other strategies of ours too.
-    prepared : collection of str
-        Ways of computing that are given what took work outside the clock: packed weights, or a captured graph.
-
-    Returns
-    -------
-    pandas.DataFrame
-        What `losses` gives of `alike`, with the time that is lost, how much of it host and device take longer, cold,
-        and the reason: what was prepared, a kernel of ours that a call would not choose there, or else which of the
-        two takes at least half of what is lost. Where neither does, the host takes longer after a wait, when the
-        processor's caches hold other things, than in a loop.
-    """
-    found = losses(alike(df), kind="call")
-    points = timed(_points(df), "call")
-    points = points.assign(label=label(points)).set_index(["label", "dtype", "variant"]).sort_index()
-    rows = []
-    for point, faster in zip(found.index, found["faster"], strict=True):
-        here = points.loc[point]
-        ours, other = here.loc["fusebook"], here.loc[faster]
-        us = {kind: column(kind) for kind in ("call", "host", "cold")}
-        more = {kind: ours.get(name, math.nan) - other.get(name, math.nan) for kind, name in us.items()}
-        chosen = here["latency_us"].get("fusebook (chosen)", math.inf)
-        if faster in prepared:
-            why = "prepared beforehand"
-        elif chosen <= (1 + WITHIN) * other["latency_us"]:
-            why = "a kernel that is not chosen there"
-        else:
-            halves = {"the device": more["cold"], "the host": more["host"]}
-            why = next((name for name, us in halves.items() if us >= more["call"] / 2), "the host after a wait")
-        rows.append({"us lost": more["call"], "by the host": more["host"], "by the device": more["cold"], "why": why})
-    result = found.join(
-        pd.DataFrame(rows, index=found.index, columns=["us lost", "by the host", "by the device", "why"])
-    )
-    result.attrs.update(found.attrs)
-    return result
 
 
 def behind(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold") -> pd.DataFrame:

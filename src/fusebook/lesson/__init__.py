@@ -14,6 +14,7 @@ itself on the site and in a notebook, and is printed in a plain script.
 from fusebook.extras import extra
 
 with extra("book"):
+    from fusebook.lesson._book import Book, book
     from fusebook.lesson._page import Page, open
 
-__all__ = ["Page", "open"]
+__all__ = ["Book", "Page", "book", "open"]

@@ -15,7 +15,7 @@ from fusebook import cards, tables
 from fusebook.measure import bench
 from fusebook.measure.op import Op
 
-__all__ = ["GROUPS", "choices", "compared", "every", "group", "ours", "winners"]
+__all__ = ["GROUPS", "choices", "compared", "group", "ours"]
 
 #: What one would use instead, and what is meant by each.
 GROUPS = ("torch", "torch.compile", "libraries")
@@ -107,67 +107,3 @@ def choices(op: Op, frame: pd.DataFrame, kind: str = "paid") -> pd.DataFrame:
     ]
     wide.columns.name = None
     return wide
-
-
-def every(found: Mapping[str, pd.DataFrame]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Every record of every operator, by every clock, and which of the times are the best of their point.
-
-    Parameters
-    ----------
-    found : mapping of str to pandas.DataFrame
-        Of `fusebook.measure.record.read_all`.
-
-    Returns
-    -------
-    pandas.DataFrame
-        A row a record: ``operator``, ``way``, ``size``, ``dtype``, the microseconds by each clock, the share of the
-        roof on the device in percent, cold and warm, the score as a part of its limit, and ``status`` where it is none
-        of right and timed.
-    pandas.DataFrame of bool
-        Of the same rows, for the clocks: whether nothing of the same arithmetic is faster by more than 2 %.
-    """
-    tables_, marks = [], []
-    for name, frame in found.items():
-        by_kind = {kind: tables.timed(frame, kind)[tables.column(kind)] for kind in tables.KINDS}
-        times = pd.DataFrame(by_kind, frame.index)
-        point = [frame["dtype"], tables.label(frame), frame["math"].fillna("")]
-        least = times.groupby(point).transform("min")
-        told = pd.DataFrame(
-            {
-                "operator": name,
-                "way": frame["variant"],
-                "size": tables.label(frame),
-                "dtype": frame["dtype"],
-                **{f"{kind}, us": times[kind] for kind in ("cold", "warm", "host", "paid", "call")},
-                "% of roof, cold": 100 * frame["roof_us"] / times["cold"],
-                "% of roof, warm": 100 * frame["roof_us"] / times["warm"],
-                "error / limit": frame["error"] / frame["tolerance"],
-                "status": frame["status"].where(frame["status"] != "ok", ""),
-            }
-        )
-        tables_.append(told)
-        marks.append((times <= (1 + tables.WITHIN) * least).rename(columns=lambda kind: f"{kind}, us"))
-    return pd.concat(tables_, ignore_index=True), pd.concat(marks, ignore_index=True)
-
-
-def winners(found: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Who wins where: a row a size of every operator that has a variant of our own.
-
-    Parameters
-    ----------
-    found : mapping of str to pandas.DataFrame
-        Of `fusebook.measure.record.read_all`.
-
-    Returns
-    -------
-    pandas.DataFrame
-        ``operator``, ``size``, ``dtype``, the microseconds that a caller pays by the best way of each group, and what
-        to take, for the caller and on the device, see `choices`.
-    """
-    parts = []
-    for op in ours(found):
-        caller, device = (choices(op, found[op.name], kind) for kind in ("paid", "cold"))
-        shown = caller[[*GROUPS, "ours", "take"]].join(device[["take"]].rename(columns={"take": "take, on the device"}))
-        parts.append(shown.rename(columns={"take": "take, for the caller"}).reset_index())
-        parts[-1].insert(0, "operator", op.name)
-    return pd.concat(parts, ignore_index=True)

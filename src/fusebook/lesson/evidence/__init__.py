@@ -165,7 +165,8 @@ class Frames(Mapping[str, Any]):
         if name not in self.known:
             if not self.replay:
                 raise NotRecorded(f"{name} was not measured in this run")
-            self.known[name] = self.about.FRAMES[name].read(self.about.__name__.split("plot_")[1][:3])
+            number = getattr(self.about, "NUMBER", self.about.__name__.rpartition("plot_")[2][:3])
+            self.known[name] = self.about.FRAMES[name].read(number)
         return self.known[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -704,4 +704,10 @@ LOG = (
     "no part in this choice: the bits of a row must not depend on how many rows there are.",
     "Step 1 leaves `num_warps` at Triton's default of 4, whatever the width. The tutorial of 2022 used 8 warps from "
     "2048 columns and 16 from 4096. The library has its own table.",
+    "Random problems: with few wide rows only a handful of programs run. Their time is a chain of loads, sums and "
+    "stores, and not the time that memory needs. quack is faster there. Clusters of 2 to 8 programs with 4 to 16 "
+    "warps were tried: faster for a few rows, and most of them slower for thousands.",
+    "Random problems: narrow rows of a permuted tensor may be neighbours in memory and far apart in the result. A "
+    "table of a few lines chooses the launch config by the width alone. Transposed rows are read in tiles of several "
+    "rows, or copied first where they do not fit into registers. PyTorch computes wide rows of float64.",
 )

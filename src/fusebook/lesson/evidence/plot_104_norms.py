@@ -378,4 +378,19 @@ LOG = (
     "torch, Liger and quack get the statistics of the forward pass for their gradients. torch.compile gets the code.",
     "Sources of the statements: W. Guo, T. Zadouri and T. Dao, Getting Memory-bound Kernels to Speed-of-Light (2025); "
     "and PyTorch's SOTA Normalization Performance with torch.compile, on H100 and B200.",
+    "Random problems: transposed rows of up to 1024 elements are read where they are. Wider ones are read twice if a "
+    "residual comes with them, or if they are many in float32. All others are copied first, which takes two more "
+    "passes, and four in the gradient.",
+    "Random problems: one to a few wide rows wait for the launch that clears a workspace. One program of 32 warps and "
+    "smaller parts of a row were tried: both are faster for a few rows and slower for many. A launch config may look "
+    "at the width alone.",
+    "Random problems, changed since: rows that begin within 16 bytes are read by whole vectors. The weights of wide "
+    "rows are loaded one tile ahead, as far as registers go.",
+    "Random problems, gradients: a single row is one launch, whose loop is made for many rows. A loop with one tile "
+    "in flight is shorter there. But its threads hold other elements of the row, and the bits of a row must not "
+    "depend on the number of rows. Two to eight warps for narrow rows were faster at the two problems where they were "
+    "tried.",
+    "Random problems, gradients, changed since: partial rows of the weight's gradient are added 512 at a time, by a "
+    "kernel that starts while they are made. With few rows, one program writes the sum itself. In fp16 and bf16 a "
+    "thread has 16 elements of a row, since 32 did not fit into its registers.",
 )

@@ -329,4 +329,6 @@ LOG = (
     "`torch.amp.GradScaler` does. There the gradient is computed in the backward pass, when the scale is known.",
     "A page before this one also measured a function of quack that returns the summed loss without autograd. It needs "
     "no count of the rows. It is left out, since a training step cannot call it.",
+    "Random problems: in float64 a loss reads rows of a whole vocabulary twice. A word of the workspace has no room "
+    "for a maximum and a sum of float64. A small problem is a launch and the latency of one row.",
 )

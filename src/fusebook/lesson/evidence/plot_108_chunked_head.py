@@ -270,4 +270,14 @@ LOG = (
     "that version.",
     "In float16 gradients of unlikely classes are too small for normal numbers. The rows of a chunk are raised by "
     "powers of two, and the matmuls lower their results before rounding.",
+    "Random problems: PyTorch's matmuls are slow where rows of hidden states or of the head begin within 16 bytes. "
+    "Small problems are about ten launches. Copies to aligned addresses of the hidden states alone, or of the head "
+    "alone, were slower at most problems.",
+    "Random problems, changed since: a number of classes that is no multiple of eight, as 50257, leaves a few besides "
+    "whole vectors, and these are multiplied apart. In float16, logits that take no more memory than their inputs are "
+    "kept for the gradient. In fp16 and bf16, rows that are no whole vectors are copied into rows that are, where the "
+    "matmuls are large enough to pay for it.",
+    "Random problems, changed since: in float16 with 256000 classes the gradients of logits were no normal numbers, "
+    "and the head's gradient was incorrect. A problem of a tuning seed had shown it. They are raised by a power of "
+    "two until they are multiplied.",
 )

@@ -515,4 +515,15 @@ LOG = (
     "table are timed in turn and can be compared. The same kernel in two tables may differ.",
     "The record of the steps is older than step 3. It also has the library's kernel with one program for each tile, "
     "named *step two, descriptors*, and with programs that take one tile after another, *step three, persistent*.",
+    "Random problems: packed weights are concatenated before the clock starts, and are one matmul to PyTorch. "
+    "Fusebook takes both as they are.",
+    "Random problems, up to 64 rows: each weight is read once, and memory decides the time. Tiles are narrow there, "
+    "and long sums along K are cut into parts. Tiles of 16 to 64 rows by 16 to 128 columns were tried, with sums in "
+    "one to 64 parts. Hints to keep the weights in L2 changed nothing.",
+    "Random problems, 65 to 512 rows: the last round of tiles is not full. Triton's tiles are powers of two. A "
+    "library also has 192 columns, and divides the sums of the last round. Tiles of 64 x 32 to 128 x 256 were tried.",
+    "Random problems, changed since: a table gives the tiles for each size, and says where PyTorch's matmul was "
+    "faster. Formulas predicted both before. Matmuls without tensor cores for one and two rows are gone.",
+    "Random problems: with odd widths and few steps along K, as 30164 x 222, threads have to store element by "
+    "element. Such weights are copied side by side first, as one weight with one edge.",
 )

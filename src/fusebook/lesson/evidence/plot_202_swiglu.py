@@ -411,4 +411,15 @@ LOG = (
     "A time that is less than the roofline is not kept, and the record says too fast. In float32 the roofline is the "
     "rate of torch's own matmul, and three matmuls in TF32 can take less.",
     "The record of the H200 is older than steps 3 and 4. It has one token and 4096 for the other steps.",
+    "Random problems, few to some hundred rows: one library matmul of packed weights and one compiled kernel are "
+    "faster at some. A tile of Fusebook's kernel also holds sums of both weights, which leaves half as many tiles to "
+    "choose from. Tiles of 64 x 32 to 128 x 128 columns of both were tried, and two and three programs per "
+    "multiprocessor. Where the table says so, PyTorch computes both matmuls, and one kernel does the rest.",
+    "Random problems: at some sizes PyTorch's matmul takes much longer in float16 than in bfloat16, and the table "
+    "does not distinguish the two.",
+    "Random problems, thousands of rows: quack is faster. Some of its warps use the tensor cores while others finish "
+    "a tile. In Fusebook all warps do the same at once. Loads of the next tile before the end of this one were tried, "
+    "stores by the copy engine, and tiles walked in groups of 8 and 16 rows.",
+    "Random problems in float32: at small sizes, and at a long K with few columns, one packed matmul is faster, "
+    "because it divides its sums faster.",
 )

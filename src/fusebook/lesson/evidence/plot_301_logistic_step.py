@@ -451,4 +451,12 @@ LOG = (
     "torch on all cores is not among the ten thousand steps, as waking its threads takes far longer than the work.",
     "Loops in CUDA graphs are captured before they are timed. A graph that is replayed is not captured in another one, "
     "so such loops have no warm GPU time.",
+    "Random problems: a transposed X of up to 2048 features is read as it is, once, and the compiled step reads it "
+    "twice. With more features X is copied to rows first. Two passes with tiles that follow the columns were tried "
+    "instead: slower at each of nine problems.",
+    "Random problems: rows are padded to a power of two. With 278 features only 278 of 512 lanes have work, and a "
+    "library has no padding. With more than 16384 features X is read twice.",
+    "Random problems, changed since: rows that begin within 16 bytes come in tiles of half the size. With more than "
+    "16384 features a program takes one row for the margins. The programs of the columns share the rows where "
+    "launches had fewer programs than the GPU has room for.",
 )
