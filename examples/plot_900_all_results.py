@@ -2,11 +2,9 @@
 Look up
 =======
 
-Time, memory and call of each implementation. Search for an operator and a
-size, such as *softmax 128256*, and choose a GPU at the head of its column.
-For a GPU that is not recorded, see :doc:`/gpus`.
-
-Prerequisites: :doc:`plot_002_measuring`.
+Time, memory and call of each implementation, the fastest first. Search for an
+operator and a size, such as *softmax 128256*, and choose a GPU at the head of
+its column. For a GPU that is not recorded, see :doc:`/gpus`.
 """
 
 import fusebook.lesson as lesson

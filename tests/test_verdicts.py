@@ -1,6 +1,5 @@
 """Whether to write a kernel is decided by records alone: made-up ones here, whose answer is known."""
 
-import dataclasses
 import re
 import types
 
@@ -309,85 +308,74 @@ def test_a_page_that_says_nothing_needs_nothing(tmp_path):
     assert pages.page(path) == pages.Page(path, "X", "", "", ("101", "002"), 1)
 
 
-def test_the_line_that_installs_invents_no_address():
-    assert front.install("") == 'pip install ".[book]"  # in a checkout'
-    assert front.install("https://x.org/a/b") == 'pip install "fusebook[book] @ git+https://x.org/a/b"'
+def test_the_line_that_installs_invents_no_address(monkeypatch):
+    monkeypatch.delenv("FUSEBOOK_URL", raising=False)
+    assert re.fullmatch(r"pip install ./fusebook-[\d.]+-py3-none-any.whl", front.install())
+    monkeypatch.setenv("FUSEBOOK_URL", "https://x.org/book/")
+    assert re.fullmatch(r"pip install https://x.org/book/wheel/fusebook-[\d.]+-py3-none-any.whl", front.install())
 
 
-def test_the_table_of_verdicts_has_every_operator_and_links_to_its_page(monkeypatch, df):
-    found = {"softmax": df}
-    monkeypatch.setattr(front, "found", lambda: found)
-    monkeypatch.setattr(front, "verdicts", lambda: answers.verdicts(found))
+@pytest.fixture
+def front_of(monkeypatch):
+    """Let the front page find a made-up record of softmax."""
+
+    def given(frame):
+        front.uses.cache_clear()
+        monkeypatch.setattr(front, "found", lambda: {"softmax": frame})
+        monkeypatch.setattr(front, "verdicts", lambda: answers.verdicts({"softmax": frame}))
+        return front.uses()
+
+    yield given
+    front.uses.cache_clear()
+
+
+def test_the_front_page_has_gain_memory_and_call_of_what_is_worth_it(front_of, df):
+    (row,) = front_of(scaled(df, "fusebook", 0.5))
+    assert (row.kind, row.memory, row.call) == ("worth", "equal", "fusebook.softmax(x, dim=-1)")
     shown = front.table()
-    assert 'href="auto_examples/plot_102_softmax.html"><code>softmax</code>' in shown
-    standing = answers.verdict(SOFTMAX, df).torch["paid"]
-    assert f"<span>{standing.range}</span><small>{standing.counts}</small>" in shown
-    assert "Test GPU" in shown
+    standing = answers.verdict(SOFTMAX, scaled(df, "fusebook", 0.5)).torch["paid"]
+    assert (
+        f">{1 / standing.median:.2f}x<small>" in shown and f"<td>{standing.losses} of {standing.points}</td>" in shown
+    )
+    assert 'href="auto_examples/plot_102_softmax.html"><code>softmax</code>' in shown and "Test GPU" in shown
+    assert front.of_kind("small") == front.of_kind("no") == ""
 
 
-def told(word="yes", wins=5, losses=5, library="", start="64x64 (all)", caller=3):
-    """What a record may say of an operator."""
-    paid = answers.Standing(caller, 0, 2)
-    return answers.Verdict(
-        SOFTMAX,
-        dict.fromkeys(answers.CLOCKS, paid),
-        dict.fromkeys(answers.CLOCKS, answers.Standing(wins, 0, losses)),
-        "paid", start, word, library, ("Liger", "quack"),
-    )  # fmt: skip
+def test_a_gain_below_a_tenth_is_small_and_one_size_is_said(front_of, df):
+    large = tables.where(df, M=65536, N=781)
+    (row,) = front_of(scaled(large, "fusebook", 1.0))
+    assert row.kind == "worth" and row.verdict.word == "yes" and row.slower.startswith("0 of")
+    (row,) = front_of(scaled(large, "fusebook", 1.12))
+    assert row.kind == "small" and front.of_kind("small").startswith("``softmax`` (1.0")
+    assert "softmax" not in front.table()
+    (row,) = front_of(tables.where(large, dtype="float32"))
+    assert row.verdict.word == "yes, one size" and (row.slower, row.spread) == ("one size only", "one size")
 
 
-def test_the_front_page_says_in_short_what_to_write(monkeypatch):
-    for made, line in (
-        (told(), "- **Write it, or call it from here:** ``softmax``."),
-        (told(wins=4, losses=6), "- **A library is as fast at most sizes:** ``softmax`` (Liger, quack)."),
-        (told("no gain"), "- **torch or torch.compile is as fast:** ``softmax``."),
-        (told("it depends"), "- **Look at the size first:** ``softmax``."),
-    ):
-        monkeypatch.setattr(front, "verdicts", lambda made=made: [made])
-        assert front.short() == line
-    monkeypatch.setattr(front, "verdicts", lambda: [told("yes, but not in float32")])
-    assert front.short() == "- **Write it, or call it from here:** ``softmax`` (but not in float32)."
-    assert front.word(told(library="quack")) == "yes; quack is faster" and front.word(told()) == "yes"
-    assert front.pays(told()) == "64x64" and front.pays(told(caller=0)) == "at no size"
-    assert front.pays(told(start=None)) == "not measured" and front.pays(told(start="")) == "at no size"
+def test_memory_makes_an_operator_worth_a_call(front_of, df):
+    equal = scaled(tables.where(df, M=65536, N=781), "fusebook", 1.2 / 1.01)
+    (row,) = front_of(equal)
+    assert row.kind == "no"
+    equal.loc[equal["variant"] == "fusebook", "peak_bytes"] *= 0.5
+    (row,) = front_of(equal)
+    assert row.kind == "worth" and row.gain.endswith("x, for its memory") and row.memory == "0.50x"
+    equal["peak_bytes"] = 1000.0
+    assert front_of(equal)[0].memory == "none"
 
 
-def test_the_front_page_says_when_and_what_is_stale_or_left_out(monkeypatch, df):
-    for dates, said in {
-        ("2026-02-01", "2026-01-02"): "2026-01-02 to 2026-02-01",
-        ("2026-02-01",): "2026-02-01",
-    }.items():
-        frames = [df.assign(date=date) for date in dates]
-        assert front.origins(frames)[:2] == ("Test GPU", said)
-    stale = scaled(df, "Liger", 0.01)  # a library's gains count as torch's do
-    faster = stale[stale["variant"].eq("Liger") & stale["latency_us"].notna()]
-    stale["stale"] = ["is older"] * 3 + [""] * (len(stale) - 3)
-    found = {"softmax": stale, "onnxruntime_nodes": df.assign(stale="")}
-    monkeypatch.setattr(front, "found", lambda: found)
-    monkeypatch.setattr(front, "verdicts", lambda: [told()])
-    said = front.left_out()
-    assert "Not in the table, since a page compares whole graphs of them: onnxruntime_nodes. " in said
-    assert f"Of {len(stale) + len(df)} results 3 are of code that was changed after they were measured" in said
-    assert "pages name them: softmax (3)." in said and "check=False" not in said
-    assert f"another way is faster than ours at {len(faster)} of 60 sizes" in said
-    assert "torch.compile was not measured" not in said
-    found["softmax"] = stale[stale["variant"] != "torch.compile"]
-    assert "Compared with torch only, as torch.compile was not measured: softmax." in front.left_out()
-    losing = types.SimpleNamespace(op=types.SimpleNamespace(name="kmeans_assign"))
-    monkeypatch.setattr(front, "verdicts", lambda: [losing, told()])
-    assert front.unchecked() == ["kmeans_assign"]
+def test_every_bar_above_the_roofline_is_explained(monkeypatch):
+    monkeypatch.delenv("FUSEBOOK_GPU", raising=False)
+    front.reached.cache_clear()
+    assert "not found out" not in front.above()
+    assert "``concat_gemm`` reaches " in front.above()
 
 
-def test_the_front_page_names_a_problem_by_its_bytes(monkeypatch, df):
-    monkeypatch.setattr(front, "found", lambda: {"softmax": df})
-    at = tables.label(df) + " " + df["dtype"]
-    moved = df["read_bytes"] + df["write_bytes"]
-    largest = at[moved.idxmax()]
-    assert front.problem(told(start=f"{at[moved.idxmin()]} (1 us)")) == "every size"
-    assert front.problem(told(start=f"{largest} (1 us)")) == f"{tables.number(moved.max() / 1e6)} MB"
-    assert front.problem(told(start="")) == ""
-    never = dataclasses.replace(told(start=f"{largest} (1 us)"), torch={"paid": answers.Standing(3, 0, 0)})
-    assert front.problem(never) == "every size"  # smaller ones may be slower on the device
+def test_the_form_of_the_front_page_searches_the_table(front_of, df):
+    front_of(df)
+    shown = front.form()
+    assert f'action="{front.LOOK_UP}.html"' in shown and "<option>softmax</option>" in shown
+    assert shown.count('name="q"') == 4
+    assert 65536 in front.sizes()
 
 
 def test_a_sortable_table_is_a_plain_one_with_its_best_in_bold():

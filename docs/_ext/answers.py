@@ -13,10 +13,26 @@ from fusebook import cards, tables
 from fusebook.measure.op import Op
 from fusebook.page.verdicts import GROUPS, compared, ours
 
-__all__ = ["CLOCKS", "Standing", "Verdict", "page_of", "shares", "uses", "verdict", "verdicts"]
+__all__ = [
+    "CLOCKS",
+    "GAIN",
+    "Memory",
+    "Standing",
+    "Verdict",
+    "memory",
+    "page_of",
+    "shares",
+    "uses",
+    "verdict",
+    "verdicts",
+]
 
 #: The clocks that a verdict is given by, in words.
 CLOCKS = {"cold": "on the device", "paid": "for the caller", "call": "for one call that is waited for"}
+
+
+#: A median gain below this one is small.
+GAIN = 1.1
 
 
 @dataclass(frozen=True)
@@ -89,9 +105,10 @@ class Verdict:
         From which problem on it pays for the caller, against torch and torch.compile, see `fusebook.tables.pays_from`.
     word : str
         Whether to write the kernel: ``yes``, ``yes, from a size on``, ``yes, but not in float32``, ``yes at most
-        sizes``, ``no gain``, ``no``, ``it depends`` or ``not measured``. What the caller pays decides, against torch
-        and torch.compile: yes means faster at more than half of the points and slower at none. By the device's clock it
-        ends in ``, on the device``.
+        sizes``, ``small gain``, ``no gain``, ``no``, ``it depends`` or ``not measured``. What the caller pays decides,
+        against torch and torch.compile: yes means faster at more than half of the points and slower at none. A gain
+        whose median is below `GAIN` is small. Of one point it ends in ``, one size``; by the device's clock it ends in
+        ``, on the device``.
     library : str
         The library that beats ours for the caller at more points than it loses, if one does.
     named : tuple of str
@@ -109,7 +126,7 @@ class Verdict:
 
     @property
     def kind(self):
-        """What it is marked by: ``yes``, ``no``, ``equal``, ``it`` depends, or ``not`` measured."""
+        """What it is marked by: ``yes``, ``small``, ``no``, ``equal``, ``it`` depends, or ``not`` measured."""
         return "equal" if self.word.startswith("no gain") else self.word.split(",")[0].split()[0]
 
 
@@ -125,13 +142,15 @@ def verdict(op, frame):
     torch = {kind: _standing(table) for kind, table in behind.items()}
     start = tables.pays_from(plain, kind="paid")
     decides = "cold" if torch["cold"].points and not torch["paid"].points else "paid"
+    word = _word(torch[decides], behind[decides], start)
+    word = "small gain" if word.startswith("yes") and torch[decides].median * GAIN > 1 else word
     return Verdict(
         op,
         torch,
         {kind: _standing(tables.behind(libraries, kind=kind)) for kind in CLOCKS},
         decides,
         start,
-        _word(torch[decides], behind[decides], start) + (", on the device" if decides == "cold" else ""),
+        word + (", one size" if torch[decides].points == 1 else "") + (", on the device" if decides == "cold" else ""),
         _library(op, frame),
         tuple(libraries.loc[(libraries["group"] == "libraries") & (libraries["status"] == "ok"), "variant"].unique()),
     )
@@ -166,6 +185,33 @@ def _library(op, frame):
         if standing.losses > standing.wins:
             return str(name)
     return ""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak memory over all points: that of Fusebook over that of the fastest other, or None where these have none."""
+
+    ratio: float | None
+    text: str
+
+
+def memory(op, frame, kind="paid"):
+    """What Fusebook allocates at its peak, next to the faster of torch and torch.compile at each point."""
+    plain = compared(op, frame, GROUPS[:2])
+    peaks = plain.assign(label=tables.label(plain)).drop_duplicates(["label", "dtype", "variant"])
+    peaks = peaks.set_index(["label", "dtype", "variant"])["peak_bytes"].to_dict()
+    best = tables.behind(plain, kind=kind)["best other"]
+    pairs = [(peaks.get((*at, "fusebook")), peaks.get((*at, other))) for at, other in best.items()]
+    pairs = [pair for pair in pairs if all(peak is not None and peak == peak for peak in pair)]
+    own, theirs = (sum(peaks) for peaks in zip(*pairs, strict=True)) if pairs else (0, 0)
+    if theirs < _SOME * len(pairs) or not pairs:
+        largest = max((pair[0] for pair in pairs), default=0)
+        return Memory(None, f"at most {largest / 2**20:.3g} MiB" if largest >= 2**10 else "none")
+    return Memory(own / theirs, f"{own / theirs:.2f}x" if abs(own / theirs - 1) > tables.WITHIN else "equal")
+
+
+#: Bytes below which peaks are not compared.
+_SOME = 2**20
 
 
 def verdicts(found):

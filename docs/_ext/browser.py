@@ -45,6 +45,8 @@ WORDS = {
     "torch.compile": ("auto_examples/plot_302_numpy_to_cuda.html",),
     "roof": ("glossary.html", "method.html"),
     "L2": ("glossary.html", "auto_examples/plot_002_measuring.html"),
+    "128256": ("auto_examples/plot_900_all_results.html",),
+    "4090": ("gpus.html",),
 }
 AMONG = 3
 

@@ -6,9 +6,10 @@ decide. The README shows the same in short.
 
 import functools
 import html
-import inspect
+import importlib.util
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from docutils import nodes
@@ -17,25 +18,23 @@ from sphinx.util.docutils import SphinxDirective
 import pages
 
 __all__ = [
-    "Begin",
-    "Cards",
-    "Path_",
-    "Picture",
-    "RecordSize",
-    "Should",
-    "SourceLine",
-    "caption",
-    "draw",
-    "found",
-    "headline",
-    "setup",
-    "table",
+    *("ABOVE", "Begin", "Cards", "Doors", "Picture", "RecordSize", "SourceLine", "Traffic", "Use", "Worth", "above"),
+    *("draw", "form", "found", "headline", "install", "of_kind", "setup", "sizes", "table", "uses", "word"),
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
 
-HEAD = "Operator", "Write it?", "On the device", "For the caller", "torch, torch.compile", "a library"
-PAYS = "Launch pays from"
+#: The page on which a reader looks up one result.
+LOOK_UP = "auto_examples/plot_900_all_results"
+#: Minutes of the path that *Learn* names.
+HOUR = 60
+#: Up to which share of memory an operator is worth a call that is no faster.
+MEMORY = 0.8
+#: Why an operator can be above its roofline by more than 2 %.
+ABOVE = {
+    "concat_gemm": "in float32 it adds three products in TF32, and its roofline is the rate of torch's float32 matmul",
+    "swiglu": "in float32 it adds three products in TF32, and its roofline is the rate of torch's float32 matmul",
+}
 
 
 # What records say -----------------------------------------------------------------------------------------------------
@@ -74,15 +73,6 @@ def origins(frames):
     return " or ".join(names), " to ".join(dict.fromkeys((dates[0], dates[-1]))), ", ".join(versions)
 
 
-def caption():
-    """What stands over the table of verdicts."""
-    name, dates, versions = origins(list(found().values()))
-    return (
-        f"Each cell is our time divided by the other's, from our best size to our worst, on one {name}: below 1 "
-        f"Fusebook is faster, and within 2 % counts as equal. {versions}; {dates}."
-    )
-
-
 def page_of(op):
     """The page that tells of an operator."""
     import answers
@@ -90,154 +80,104 @@ def page_of(op):
     return pages.pages()[f"{answers.page_of(op):03}"]
 
 
-def cells(verdict):
-    """By clock and by what ours is held against: the range, wins, ties and losses, and the libraries' names."""
-    return [
-        (against[kind].range, against[kind].counts, whose if against[kind].points else "")
-        for kind in ("cold", "paid")
-        for against, whose in ((verdict.torch, ""), (verdict.libraries, ", ".join(verdict.named)))
-    ]
-
-
-def pays(verdict):
-    """From which problem on the caller gains."""
-    if verdict.start and not verdict.torch["paid"].wins:
-        return "at no size"
-    return {None: "not measured", "": "at no size"}.get(verdict.start, verdict.start).partition(" (")[0]
-
-
-def problem(verdict):
-    """The same as bytes that are moved, which tell a small problem from a large one; empty where no size is named."""
-    from fusebook import tables
-
-    frame = found()[verdict.op.name]
-    moved = frame["read_bytes"] + frame["write_bytes"]
-    named = moved[(tables.label(frame) + " " + frame["dtype"]) == pays(verdict)]
-    if named.empty:
-        return ""
-    all_of_them = not verdict.torch["paid"].losses or named.min() <= moved.min()
-    return "every size" if all_of_them else f"{tables.number(named.min() / 1e6)} MB"
-
-
-@functools.cache
-def drawn(name):
-    """How long ours takes at problems that nobody chose: the median and the worst; empty where none were drawn."""
-    from fusebook.cards import OPS
-    from fusebook.measure import explore, machine
-
-    if not explore.explorable(OPS[name]) or not explore.path(machine.slug(), name).exists():
-        return ""
-    told = explore.summary(OPS[name], explore.read(OPS[name], machine.slug())).loc["over torch"]
-    return f"drawn: {told['median']:.2f}, worst {told['worst']:.2f}" if told["problems"] else ""
-
-
-def unchecked():
-    """The operators that look at values unless they are told not to, which they are while they are timed."""
-    import fusebook
-
-    names = [verdict.op.name for verdict in verdicts()]
-    return [name for name in names if "check" in inspect.signature(getattr(fusebook, name, len)).parameters]
-
-
-def compiled(name):
-    """Whether torch.compile was timed beside an operator of ours, at any size."""
-    from fusebook.cards import OPS
-    from fusebook.page.verdicts import compared
-
-    ways = compared(OPS[name], found()[name], ("torch.compile",))
-    return bool((ways["group"].eq("torch.compile") & ways["status"].eq("ok")).any())
-
-
 def word(verdict):
-    """Whether to write it, and the library that is faster where one is."""
+    """Whether to call it, and the library that is faster where one is."""
     return verdict.word + (f"; {verdict.library} is faster" if verdict.library else "")
 
 
-def short():
-    """The table in a few lines: which operators are worth a kernel, and what to take for the others."""
-    told = {
-        "Write it, or call it from here": [],
-        "A library is as fast at most sizes": [],
-        "torch or torch.compile is as fast": [],
-        "Look at the size first": [],
-    }
-    mine, taken, plain, size = told.values()
+@dataclass(frozen=True)
+class Use:
+    """What a reader sees of an operator: see `uses`."""
+
+    verdict: object
+    gain: str
+    spread: str
+    gpu: str
+    memory: str
+    slower: str
+    library: str
+    kind: str
+
+    @property
+    def call(self):
+        """How Fusebook is called."""
+        from fusebook.cards._calls import call
+
+        return call(self.verdict.op, "fusebook").partition("; ")[0]
+
+
+def times(ratio):
+    """Another's time over that of Fusebook as a factor: 1.35x."""
+    return "" if ratio != ratio else f"{1 / ratio:.2f}x" if 1 / ratio < 10 else f"{1 / ratio:.0f}x"
+
+
+@functools.cache
+def uses():
+    """A row for each operator, the largest gain first; its kind is ``worth``, ``small`` or ``no``."""
+    import answers
+
+    rows = []
     for verdict in verdicts():
-        when = verdict.word.removeprefix("yes").strip(", ") if verdict.kind == "yes" else ""
-        name = f"``{verdict.op.name}``" + (f" ({when})" if when else "")
-        by_library = verdict.libraries[verdict.decides]
-        if verdict.word.startswith("yes") and 2 * by_library.wins < by_library.points:
-            taken.append(f"``{verdict.op.name}`` ({', '.join(verdict.named)})")
-        else:
-            {"yes": mine, "it": size}.get(verdict.kind, plain).append(name)
-    return "\n".join(f"- **{what}:** {', '.join(names)}." for what, names in told.items() if names)
+        standing, library = verdict.torch[verdict.decides], verdict.libraries[verdict.decides]
+        if not standing.points:
+            continue
+        memory = answers.memory(verdict.op, found()[verdict.op.name], verdict.decides)
+        saves = memory.ratio is not None and memory.ratio <= MEMORY and verdict.kind == "equal"
+        kind = "worth" if verdict.kind == "yes" or saves else "small" if verdict.kind == "small" else "no"
+        named = ", ".join(name.partition(" (")[0] for name in verdict.named)
+        faster = f"{times(library.median)} ({named})" if library.points else ""
+        rows.append(
+            Use(
+                verdict,
+                times(standing.median) + (", for its memory" if saves else ""),
+                "one size" if standing.points == 1 else f"{times(standing.most)} to {times(standing.least)}",
+                times(verdict.torch["cold"].median),
+                memory.text,
+                f"{standing.losses} of {standing.points}" if standing.points > 1 else "one size only",
+                faster,
+                kind,
+            )
+        )
+    return sorted(rows, key=lambda row: row.verdict.torch[row.verdict.decides].median)
 
 
-def left_out():
-    """A sentence on records that the table cannot show, and one on those of earlier code; empty where there is none."""
-    from fusebook import tables
+def of_kind(kind):
+    """The operators of a kind, with their gains, as a list in a sentence."""
+    return ", ".join(f"``{row.verdict.op.name}`` ({row.gain})" for row in uses() if row.kind == kind)
 
-    told = {verdict.op.name for verdict in verdicts()}
-    missing = [name for name in found() if name not in told]
-    stale = {name: int(frame["stale"].ne("").sum()) for name, frame in found().items()}
-    sentences = []
-    if names := unchecked():
-        sentences.append(
-            f"Timed with ``check=False``: {', '.join(names)}. By default they look at indices, labels or numbers "
-            "first, and wait for the GPU to do so: :doc:`page 003 <auto_examples/plot_003_launching>` has what that "
-            "costs."
-        )
-    alone = [name for name in found() if name in told and not compiled(name)]
-    if alone:
-        sentences.append(f"Compared with torch only, as torch.compile was not measured: {', '.join(alone)}.")
-    if missing:
-        sentences.append(f"Not in the table, since a page compares whole graphs of them: {', '.join(missing)}.")
-    if any(stale.values()):
-        names = [f"{name} ({n})" for name, n in stale.items() if n]
-        sentences.append(
-            f"Of {sum(map(len, found().values()))} results {sum(stale.values())} are of code that was changed after "
-            f"they were measured; pages name them: {', '.join(names)}."
-        )
-    # As page 900 counts them: our kernel against every other way of the same arithmetic, libraries among them.
-    frames = [tables.alike(frame) for frame in found().values() if frame["variant"].eq("fusebook").any()]
-    call = [tables.losses(frame, kind="call") for frame in frames]
-    lost, points = sum(map(len, call)), sum(table.attrs["compared"] for table in call)
-    if points:
-        sentences.append(
-            f"By the clock of one call that is waited for, another way is faster than ours at {lost} of {points} "
-            "sizes; :doc:`all results <auto_examples/plot_900_all_results>` lists them, with the reason of each."
-        )
-    return " ".join(sentences)
+
+HEAD = "Operator", "Gain", "GPU time alone", "Memory", "Slower at", "Gain over libraries"
 
 
 def table(link=lambda op: f"{page_of(op).document}.html"):
-    """The table of verdicts as HTML; `link` makes an operator's address."""
+    """The operators that are worth a call, as HTML; `link` makes an operator's address."""
     escape = html.escape
-    rows = []
-    for verdict in verdicts():
-        name = escape(verdict.op.name)
-        measured = "".join(
-            f"<td><span>{escape(range_)}</span>{f'<small>{escape(counts)}</small>' if counts else ''}"
-            f"{f'<small>{more}</small>' if more else ''}"
-            f"{f'<small class=fb-names>{escape(names)}</small>' if names else ''}</td>"
-            for (range_, counts, names), more in zip(cells(verdict), (drawn(verdict.op.name), "", "", ""), strict=True)
-        )
-        size, at = problem(verdict), escape(pays(verdict))
-        start = f"<span>{size}</span><small>{at}</small>" if size else at
-        rows.append(
-            f'<tr><th scope="row"><a href="{link(verdict.op)}"><code>{name.replace("_", "_<wbr>")}</code></a></th>'
-            f'<td class="fb-word fb-word-{verdict.kind}">{escape(word(verdict))}</td>{measured}<td>{start}</td></tr>'
-        )
-    op, write, device, caller, plain, every = HEAD
+    rows = [
+        f'<tr><th scope="row"><a href="{link(row.verdict.op)}"><code>'
+        f"{escape(row.verdict.op.name).replace('_', '_<wbr>')}</code></a>"
+        f"<small><code>{escape(row.call)}</code></small></th>"
+        f'<td class="fb-word fb-word-yes">{escape(row.gain)}<small>{escape(row.spread)}</small></td>'
+        f"<td>{row.gpu}</td><td>{escape(row.memory)}</td><td>{escape(row.slower)}</td>"
+        f"<td>{escape(row.library)}</td></tr>"
+        for row in uses()
+        if row.kind == "worth"
+    ]
+    name, dates, versions = origins(list(found().values()))
+    caption = f"Largest gain first. {name}; {versions}; {dates}"
+    heads = "".join(f'<th scope="col">{head}</th>' for head in HEAD)
     return (
-        '<div class="fb-scroll fb-should-scroll" role="region" tabindex="0" aria-label="Should I write a kernel?">'
-        f'<table class="fb-should"><caption>{escape(caption())}</caption><thead>'
-        f'<tr><th scope="col" rowspan="2">{op}</th><th scope="col" rowspan="2">{write}</th>'
-        f'<th scope="colgroup" colspan="2">{device}, over</th><th scope="colgroup" colspan="2">{caller}, over</th>'
-        f'<th scope="col" rowspan="2">{PAYS}</th></tr>'
-        f"<tr>{''.join(f'<th scope=col>{name}</th>' for _ in range(2) for name in (plain, every))}</tr></thead>"
+        '<div class="fb-scroll fb-should-scroll" role="region" tabindex="0" aria-label="Operators worth calling">'
+        f'<table class="fb-should fb-use"><caption>{escape(caption)}</caption><thead><tr>{heads}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
+
+
+def sizes():
+    """The numbers of at least four digits that are sizes of a recorded problem: what a reader may search for."""
+    from fusebook import tables
+
+    every = (frame[tables.dims(frame)].select_dtypes("number") for frame in found().values())
+    return sorted({int(v) for sizes in every for v in sizes.to_numpy().ravel() if v == v and v >= 1000})
 
 
 # The picture ----------------------------------------------------------------------------------------------------------
@@ -245,7 +185,7 @@ def table(link=lambda op: f"{page_of(op).document}.html"):
 
 @functools.cache
 def reached():
-    """By operator, the shares of the roof that ours and the best other way reach; operators that have any."""
+    """By operator, the shares of the roofline that Fusebook and the best other reach; operators that have any."""
     import answers
 
     parts = {verdict.op.name: answers.shares(verdict.op, found()[verdict.op.name]) for verdict in verdicts()}
@@ -259,19 +199,32 @@ def headline():
     more = sum(part["ours"].median() > 1.02 * part["other"].median() for part in parts.values())
     less = sum(part["ours"].median() < 0.98 * part["other"].median() for part in parts.values())
     return (
-        f"Share of the roof: above the best other way at {more} of {len(parts)} operators, below at {less}",
-        f"The roof is the fastest possible time, by what was measured of one {name}. Medians, cold, over the sizes at "
-        f"which memory or arithmetic decides, with bars from the worst size to the best. {versions}; {dates}.",
+        f"Share of the roofline: above the best other implementation at {more} of {len(parts)} operators, below at "
+        f"{less}",
+        f"The roofline is the shortest time that the measured bandwidth and matmul rate of one {name} allow. Marks are "
+        "medians of GPU time with a cold L2, at the sizes at which memory or arithmetic decides. Bars go from the "
+        f"worst size to the best. {versions}; {dates}.",
     )
 
 
+def above():
+    """Why bars reach more than 100 % of the roofline, in a sentence for each operator."""
+    most = {name: float(part[["ours", "other"]].max(axis=None)) for name, part in reached().items()}
+    said = [
+        f"``{name}`` reaches {100 * share:.0f} %: {ABOVE.get(name, 'we have not found out why')}."
+        for name, share in most.items()
+        if share > 1.02
+    ]
+    return " ".join(["**Above 100 %:** the measured ceilings vary by up to 2 %.", *said])
+
+
 def standings(parts, title, xlabel):
-    """How far each operator is from its roof, a row each: medians, with bars from the worst point to the best."""
+    """How far each operator is from its roofline, a row each: medians, with bars from the worst point to the best."""
     from fusebook import plots
 
     ax = plots.axes(title, xlabel, "", (8.0, 1.5 + 0.36 * len(parts)), rows=True)
     names = list(parts)[::-1]
-    ways = ("other", "the best other way", "quack", "o", -0.16), ("ours", "ours", "fusebook", "D", 0.16)
+    ways = ("other", "the best other", "quack", "o", -0.16), ("ours", "Fusebook", "fusebook", "D", 0.16)
     for column, label, way, marker, up in ways:
         colour = plots.style(way)["color"]
         for y, name in enumerate(names):
@@ -306,7 +259,7 @@ def draw(target, ink=None):
     title, _ = headline()
     settings = {"svg.hashsalt": "fusebook", "savefig.transparent": True, "svg.fonttype": "path"}
     with mpl.rc_context(settings):
-        figure = standings(reached(), title, f"% of the roof, cold, on one {origins(list(found().values()))[0]}")
+        figure = standings(reached(), title, f"% of the roofline, on one {origins(list(found().values()))[0]}")
         figure.savefig(target, bbox_inches="tight", metadata={"Date": None, "Creator": None})
         mpl.pyplot.close(figure)
     if ink:
@@ -337,20 +290,87 @@ class _FromRecords(SphinxDirective):
                 self.env.note_dependency(str(file))
 
 
-class Should(_FromRecords):
-    """The table: should one write a kernel?"""
+class Worth(_FromRecords):
+    """The operators that are worth a call, and what to do about the others."""
 
     def run(self):
         """Ask the records."""
         self.watch()
         if not found():
             return self.parse_text_to_nodes("No GPU is recorded yet.")
-        notes = left_out()
-        return [
-            *self.parse_text_to_nodes(short()),
-            nodes.raw("", table(), format="html"),
-            *(self.parse_text_to_nodes(notes) if notes else []),
-        ]
+        lists = [("Small gain, below 1.1x", of_kind("small")), ("Use torch or torch.compile", of_kind("no"))]
+        below = "\n".join(f"- **{what}:** {names}." for what, names in lists if names)
+        return [nodes.raw("", table(), format="html"), *self.parse_text_to_nodes(below)]
+
+
+class Doors(_FromRecords):
+    """Three doors: a path of one hour, the operators worth calling, and a form that looks one up."""
+
+    def run(self):
+        """Ask the pages and the records."""
+        self.watch()
+        steps, minutes = [], 0
+        for page in pages.pages().values():
+            if minutes + page.minutes > HOUR:
+                break
+            minutes += page.minutes
+            steps.append(
+                f'<a href="{page.document}.html">{page.number} {html.escape(page.title.partition(":")[0])}</a>'
+            )
+        rows = [row for row in uses() if row.kind == "worth"] if found() else []
+        best = "".join(
+            f'<li><a href="{page_of(row.verdict.op).document}.html"><code>{row.verdict.op.name}</code></a> '
+            f"{row.gain}</li>"
+            for row in rows[:4]
+        )
+        text = (
+            '<div class="fb-doors">'
+            f"<section><h2>Learn</h2><p>New to GPU kernels? A path of {minutes} minutes:</p>"
+            f"<p>{' → '.join(steps)}</p></section>"
+            f'<section><h2>Use</h2><p><a href="#use">{len(rows)} operators worth calling</a>, largest gain first:</p>'
+            f"<ul>{best}</ul></section>"
+            f"<section><h2>Look up</h2><p>Time, memory and call of each implementation:</p>{form()}</section></div>"
+        )
+        return [nodes.raw("", text, format="html")]
+
+
+def form():
+    """A form that searches the table of *Look up*."""
+    from fusebook.measure import machine
+
+    def choice(label, names):
+        options = "".join(f"<option>{html.escape(name)}</option>" for name in names)
+        return f'<label>{label} <select name="q"><option value="">any</option>{options}</select></label>'
+
+    gpus = [machine.recorded(slug).name.removeprefix("NVIDIA ").partition(" ")[0] for slug in machine.slugs()]
+    return (
+        f'<form action="{LOOK_UP}.html" method="get">{choice("operator", sorted(found()))}'
+        '<label>size <input name="q" placeholder="128256" size="7"></label>'
+        f"{choice('dtype', ('float32', 'bfloat16', 'float16', 'float64'))}{choice('GPU', gpus)}"
+        '<button>Look up</button></form><p class="fb-other"><a href="gpus.html">Another GPU?</a></p>'
+    )
+
+
+class Traffic(_FromRecords):
+    """What eager code and one kernel move: the picture of the softmax lesson, and the gain that was measured."""
+
+    def run(self):
+        """Count what eager code moves."""
+        import torch
+
+        import fusebook
+        from fusebook import tables
+        from fusebook.cards.softmax import SOFTMAX
+        from fusebook.lesson import _checks, picture
+
+        self.watch()
+        gain, steps, _ = _checks.predicted(SOFTMAX, fusebook.softmax_eager, 2, torch.float32)
+        caption = f"Softmax of an M x N matrix, in elements. The traffic predicts that fusion gains {gain:.1f}x"
+        if (frame := record_of("softmax")) is not None:
+            rows = tables.where(frame, zone="memory")
+            caption += f"; measured: {tables.ratio(rows, 'eager', 'fusebook').median():.1f}x, the median of large sizes"
+        shown = picture.segments(f"{caption}.", {"eager": steps[:-1], "fused": steps[-1:]}, "MN")
+        return [nodes.raw("", shown._repr_html_(), format="html")]
 
 
 class Picture(_FromRecords):
@@ -367,7 +387,7 @@ class Picture(_FromRecords):
         title, below = headline()
         return self.parse_text_to_nodes(
             f".. image:: /auto_examples/images/standings.svg\n   :alt: {title}. {below}\n"
-            f"   :class: sphx-glr-single-img\n\n{below}\n"
+            f"   :class: sphx-glr-single-img\n\n{below}\n\n{above()}\n"
         )
 
 
@@ -405,26 +425,6 @@ class Cards(_FromRecords):
                 lines += [f"      {told}", ""] if told else []
                 lines += ["      .. rst-class:: fb-minutes", "", f"      {page.minutes} minutes", ""]
         return self.parse_text_to_nodes("\n".join(lines))
-
-
-class Path_(SphinxDirective):
-    """The reading path: every page with its readers, its minutes and what to have read before."""
-
-    def run(self):
-        """Ask the pages."""
-        lines = [".. list-table::", "   :header-rows: 1", "   :class: fb-path", ""]
-        lines += ["   * - Page", "     - For", "     - Minutes", "     - To have read"]
-        every = pages.pages()
-        for page in every.values():
-            self.env.note_dependency(str(page.path))
-            before = ", ".join(f":doc:`{number} <{every[number].document}>`" for number in page.before)
-            lines += [
-                f"   * - {page.number} :doc:`/{page.document}`",
-                f"     - {page.whom or page.purpose}",
-                f"     - {page.minutes}",
-            ]
-            lines += [f"     - {before.replace('<auto', '</auto') or 'nothing'}"]
-        return self.parse_text_to_nodes("\n".join(lines) + "\n")
 
 
 class RecordSize(SphinxDirective):
@@ -490,29 +490,44 @@ class SourceLine(SphinxDirective):
 
 
 class Begin(SphinxDirective):
-    """How to install the library: from the repository where its address is known, from a checkout elsewhere."""
+    """How to install the library, and to call it."""
 
     def run(self):
-        """Write the line."""
-        return self.parse_text_to_nodes(f".. code-block:: bash\n\n   {install(self.config.fusebook_repository)}\n")
+        """Write the lines."""
+        lines = [install(), "", "import fusebook", "y = fusebook.softmax(x, dim=-1)"]
+        text = ".. code-block:: python\n\n" + "".join(f"   {line}\n" for line in lines)
+        if not os.environ.get("FUSEBOOK_URL") and importlib.util.find_spec("hatchling"):
+            text += f"\nDownload `the wheel <wheel/{wheel()}>`__ first.\n"
+        return self.parse_text_to_nodes(f"{text}\n{NEEDS}\n")
 
 
-def install(repository=None):
-    """The line that installs the library with what its pages need."""
-    repository = os.environ.get("FUSEBOOK_REPOSITORY", "").rstrip("/") if repository is None else repository
-    return (
-        f'pip install "fusebook[book] @ git+{repository}"' if repository else 'pip install ".[book]"  # in a checkout'
-    )
+#: Below the lines that install and call.
+NEEDS = """It needs Linux, PyTorch, Triton and, for compiled kernels, an NVIDIA GPU of compute capability 8.0 or later
+(Ampere). :doc:`api` has every function."""
+
+
+def wheel():
+    """The file name of the library's wheel."""
+    import fusebook
+
+    return f"fusebook-{fusebook.__version__}-py3-none-any.whl"
+
+
+def install():
+    """The line that installs the library: the wheel of the site, by its address where that is known."""
+    url = os.environ.get("FUSEBOOK_URL", "").rstrip("/")
+    return f"pip install {url}/wheel/{wheel()}" if url else f"pip install ./{wheel()}"
 
 
 def setup(app):
     """Add the directives."""
     for name, directive in {
-        "should-i-write": Should,
+        "doors": Doors,
+        "worth-calling": Worth,
+        "traffic": Traffic,
         "picture-of-all": Picture,
         "page-cards": Cards,
-        "reading-path": Path_,
-        "install-line": Begin,
+        "install-and-call": Begin,
         "source-line": SourceLine,
         "record-size": RecordSize,
     }.items():

@@ -108,7 +108,8 @@ def links(name, repository=""):
     if address := pages.colab(name, repository):
         files.append(f"`Colab <{address}>`__")
     where = f" Where each number is from: :doc:`evidence </evidence/{name}>`." if lesson(name) else ""
-    return f".. container:: fb-lesson-links\n\n   {about.minutes} minutes. Download: {', '.join(files)}.{where}\n"
+    minutes = f"{about.minutes} minute{'s' * (about.minutes != 1)}"
+    return f".. container:: fb-lesson-links\n\n   {minutes}. Download: {', '.join(files)}.{where}\n"
 
 
 def fix_headings(app, doctree):

@@ -17,6 +17,7 @@ from sphinx import addnodes
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
 import folding
+import front
 import lessons
 import pages
 
@@ -286,7 +287,8 @@ def prepare(app, docname, source):
             source[0] = in_sections(source[0], sections, pages.pages())
     elif docname.startswith("auto_examples/plot_"):
         text = (EXAMPLES / f"{docname.removeprefix('auto_examples/')}.py").read_text(encoding="utf-8")
-        if found := tags(text):
+        found = tags(text) + [str(size) for size in front.sizes() if docname == front.LOOK_UP]
+        if found:
             source[0] = index_tags(source[0], found)
 
 

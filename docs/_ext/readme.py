@@ -1,7 +1,7 @@
 """Make the parts of the README that follow from other files: ``python docs/_ext/readme.py``.
 
 The figure is drawn from the records into docs/_static, once for a light page and once for a dark one; the table of
-verdicts is the front page's in short, the table of pages is made from the pages and the cards. All stand between
+operators is the front page's in short, the table of pages is made from the pages and the cards. All stand between
 markers.
 """
 
@@ -32,28 +32,23 @@ def figure():
     )
 
 
+#: Rows of the table of operators.
+ROWS = 10
+
+
 def verdicts():
-    """The verdicts in a few lines and, on demand, as a table: by the device's clock and the caller's against torch, and
-    by the caller's against a library.
-    """
-    rows = [
-        "| operator | write it? | on the device, over torch and torch.compile | for the caller, over the same "
-        "| for the caller, over a library |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for verdict in front.verdicts():
-        page = front.page_of(verdict.op)
-        told = [
-            spread + (f" ({', '.join(filter(None, (whose and f'over {whose}', counts)))})" if counts else "")
-            for spread, counts, whose in front.cells(verdict)
-        ]
-        name = f"[`{verdict.op.name}`](examples/{page.path.name})"
-        rows.append(f"| {name} | {front.word(verdict)} | {told[0]} | {told[2]} | {told[3]} |")
-    few = front.short().replace("``", "`")
-    summary = f"Every operator, its time over that of the others: all {len(rows) - 2}"
-    return "\n".join(
-        [few, "", f"<details><summary>{summary}</summary>", "", *rows, "", front.caption(), "", "</details>"]
-    )
+    """The operators with the largest gains as a table, and the others in a few lines."""
+    rows = [row for row in front.uses() if row.kind == "worth"]
+    lines = ["| operator | gain | from, to | memory | slower at | call |", "| --- | --- | --- | --- | --- | --- |"]
+    for row in rows[:ROWS]:
+        page = front.page_of(row.verdict.op)
+        name = f"[`{row.verdict.op.name}`](examples/{page.path.name})"
+        lines.append(f"| {name} | {row.gain} | {row.spread} | {row.memory} | {row.slower} | `{row.call}` |")
+    more = ", ".join(f"`{row.verdict.op.name}` ({row.gain})" for row in rows[ROWS:])
+    kinds = [("Also worth calling", more)]
+    kinds += [("Small gain, below 1.1x", front.of_kind("small")), ("Use torch or torch.compile", front.of_kind("no"))]
+    lists = [f"- **{what}:** {names.replace('``', '`')}." for what, names in kinds if names]
+    return "\n".join([*lines, "", *lists])
 
 
 def pages():

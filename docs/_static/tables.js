@@ -2,7 +2,9 @@
 document.addEventListener("DOMContentLoaded", () => {
   if (!window.DataTable) return;
   const words = ["GPU", "operator", "implementation", "size", "dtype", "call", "take", "take, by GPU time"];
-  const asked = new URLSearchParams(location.search).getAll("q").join(" ").trim();  // of the front page, for the first table
+  // What the form of the front page asks for, or what the site's search was asked for; the first table answers.
+  const from = location.search || (/search\.html\?/.test(document.referrer) ? new URL(document.referrer).search : "");
+  const asked = new URLSearchParams(from).getAll("q").join(" ").trim();
   document.querySelectorAll(".fb-sortable").forEach((box, number) => {
     const table = box.querySelector("table");
     const heads = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
