@@ -89,9 +89,13 @@ book.statements("plot_302_numpy_to_cuda")
 # explains them by atomic additions. Its script never compares the results, and
 # the fast kernel is incorrect for more than 128 indices. *Now*: most of the
 # gain comes from leaving ONNX Runtime's own ScatterND. The evidence of
-# :doc:`plot_103_scatter_nd` counts each part.
+# :doc:`plot_103_scatter_nd` counts each part, and :doc:`plot_501_onnxruntime`
+# runs the graphs.
 
 book.statements("plot_103_scatter_nd")
+
+# %%
+book.statements("plot_501_onnxruntime")
 
 # %%
 # 2024: onnx-extended, *Gemm Exploration with CUDA*

@@ -177,10 +177,10 @@ class Book:
     def history(self) -> Shown:
         """The box: how many statements of each source hold."""
         lines = []
-        for source, lesson in history.SOURCES.items():
-            found = _statements(lesson)
+        for source, about in history.SOURCES.items():
+            found = [outcome for lesson in about or [""] for outcome in _statements(lesson)]
             held = [o.holds for o in found if o.holds is not None]
-            what = "pieces of advice" if not lesson else "statements"
+            what = "statements" if about else "pieces of advice"
             if held:
                 lines.append(f"**{source}.** {sum(held)} of {len(held)} {what} hold.")
         return _box(lines)

@@ -20,13 +20,13 @@ __all__ = ["ADVICE", "CLAIMS", "FRAMES", "NUMBER", "SOURCES", "Advice"]
 #: Of the page that these belong to.
 NUMBER = "001"
 
-#: What the book grew from, and the lesson on each; the manual has none of its own.
-SOURCES = {
-    "Theano, 2012": "",
-    "Triton, 2022": "plot_102_softmax",
-    "PyTorch, 2023": "plot_302_numpy_to_cuda",
-    "onnx-extended, 2024, ScatterND": "plot_103_scatter_nd",
-    "onnx-extended, 2024, Gemm": "plot_201_gemm_concat",
+#: What the book grew from, and the lessons on each; the manual has none of its own.
+SOURCES: dict[str, tuple[str, ...]] = {
+    "Theano, 2012": (),
+    "Triton, 2022": ("plot_102_softmax",),
+    "PyTorch, 2023": ("plot_302_numpy_to_cuda",),
+    "onnx-extended, 2024, ScatterND": ("plot_103_scatter_nd", "plot_501_onnxruntime"),
+    "onnx-extended, 2024, Gemm": ("plot_201_gemm_concat",),
 }
 
 FRAMES = {

@@ -333,4 +333,14 @@ LOG = (
     "With uint8 labels the library asks the L2 cache to evict points first, as they are read once. With wider labels "
     "that costs a little, and it does not.",
     "A checked call has no GPU time, as it waits for its answer: events cannot time what waits.",
+    "Random problems, few coordinates: each of millions of points has a thread, which compares it with every centre. "
+    "Where points are few, a tile has pairs of a point and a centre. A matmul was tried and was slower: six "
+    "coordinates are padded to sixteen, and finding the nearest centre is most of the work.",
+    "Random problems, many coordinates: some hundred or thousand points make tiles for only a part of the "
+    "multiprocessors. Seven tiles were tried, from 32 x 32 to 128 x 64 in steps of 16 and 32 coordinates. The "
+    "smallest is faster there, and slower everywhere else.",
+    "Random problems: the matmul leaves a point or two without a label, where it cannot distinguish the two nearest "
+    "centres. A program compares such a point with all centres, which takes long with thousands of coordinates.",
+    "Random problems: transposed points, and points that begin within a word, are loaded element by element. For rows "
+    "of odd length a copy pays, and is made. For these it would cost what it saves.",
 )
