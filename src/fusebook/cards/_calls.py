@@ -168,6 +168,7 @@ _CALLS = {
 #: What is called alike for every operator.
 _ALIKE = {
     "eager": "fusebook.{op}_eager(...)",
+    "fusebook": "fusebook.{op}(...)",
     "torch.compile": "torch.compile(f)(...), of the eager code",
     "ONNX Runtime": "an onnxruntime.InferenceSession, inputs bound on the GPU",
 }
