@@ -33,16 +33,6 @@ PAGES = sorted(EXAMPLES.glob("plot_*.py"))
 KERNEL = re.compile(r"^@triton\.jit", re.MULTILINE)
 OLD_PAGES = [page for page in PAGES if "import fusebook.lesson" not in page.read_text()]
 KERNEL_PAGES = [page for page in PAGES if page.stem[5] not in "09" and KERNEL.search(page.read_text())]
-HEADINGS = [
-    "The problem",
-    "What eager costs",
-    "The kernel",
-    "Is it right?",
-    "How fast?",
-    "How far from the roof?",
-    "Lessons",
-    "Exercises",
-]
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.stem != "plot_102_softmax"], ids=lambda p: p.stem)
@@ -159,12 +149,6 @@ def test_no_time_of_ours_is_typed_into_prose(page):
     comments = re.findall(r"^# (.*)$", page.read_text(), re.MULTILINE)
     for text in strings + comments:
         assert not re.search(r"\d(\.\d+)? ?(us|microseconds|ms|milliseconds|GB/s)\b", text), text
-
-
-@pytest.mark.parametrize("page", [p for p in KERNEL_PAGES if p in OLD_PAGES], ids=lambda p: p.stem)
-def test_a_kernel_page_has_the_eight_headings(page):
-    found = re.findall(r"^# (\S.*)\n# -{3,}$", page.read_text(), re.MULTILINE)
-    assert found == HEADINGS
 
 
 def run_page(page, solved=None):

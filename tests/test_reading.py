@@ -96,7 +96,7 @@ def test_folding_loses_no_line_of_any_page():
     from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
     for path in sorted((ROOT / "examples").glob("plot_*.py")):
-        if lessons.lesson(path.stem):
+        if lessons.of_lesson_api(path.stem):
             continue  # its code is open
         page = folding.Page()
         blocks = [text.strip("\n") for kind, text, _ in split_code_and_text_blocks(str(path))[1] if kind == "code"]
@@ -108,7 +108,7 @@ def test_folding_loses_no_line_of_any_page():
             shown += len(lines)
             opened += sum(len(part.text.splitlines()) for part in parts if not part.summary)
         assert opened < 0.6 * shown, f"{path.name} shows more harness than it folds"
-        assert path.stem.startswith("plot_90") or opened, path.name  # 900 and 901 show results alone
+        assert opened, path.name
 
 
 def page_of(*blocks):
@@ -230,7 +230,7 @@ def test_a_downloaded_script_says_where_fusebook_comes_from(tmp_path, repository
 def test_every_page_can_be_published_by_itself():
     for path in sorted((ROOT / "examples").glob("plot_*.py")):
         text = path.read_text(encoding="utf-8")
-        if lessons.lesson(path.stem):
+        if lessons.of_lesson_api(path.stem):
             assert fusebook_site.alone(text, "") == text, "a lesson has no header"
             continue
         assert 'path = ".."' in text and 'path = ".."' not in fusebook_site.alone(text, ""), path.name
