@@ -2,10 +2,10 @@
 document.addEventListener("DOMContentLoaded", () => {
   if (!window.DataTable) return;
   const words = ["GPU", "operator", "implementation", "size", "dtype", "call", "take", "take, by GPU time"];
-  // What the form of the front page asks for, or what the site's search was asked for; the first table answers.
+  // What the form of the front page asks for, or what the site's search was asked for.
   const from = location.search || (/search\.html\?/.test(document.referrer) ? new URL(document.referrer).search : "");
   const asked = new URLSearchParams(from).getAll("q").join(" ").trim();
-  document.querySelectorAll(".fb-sortable").forEach((box, number) => {
+  document.querySelectorAll(".fb-sortable").forEach((box) => {
     const table = box.querySelector("table");
     const heads = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
     const columns = heads.map((_, i) => i);
@@ -15,7 +15,7 @@ document.addEventListener("DOMContentLoaded", () => {
     new DataTable(table, {
       paging: false,
       order: [],
-      search: { search: number ? "" : asked },
+      search: { search: asked },
       autoWidth: false,
       orderCellsTop: true,
       columnDefs: [{ targets: lists, className: "fb-wraps", columnControl: ["order", ["searchList"]] },
