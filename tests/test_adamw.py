@@ -94,6 +94,32 @@ def test_gradients_are_clipped_by_a_norm_on_the_device(norm, device):
     close(ms, [0.1 * g * factor for g in gs])  # a first step is the same for gradients of any length
 
 
+@pytest.mark.parametrize("options", [{}, {"norm": 4.0, "max_norm": 2.0}, {"maximize": True}], ids=str)
+def test_a_scale_of_gradients_is_undone(options, device):
+    options = {**options, "norm": torch.tensor(options["norm"], device=device)} if "norm" in options else options
+    lists = [model(device) for _ in range(2)]
+    adamw_step(*lists[0], step=1, lr=0.01, **options)
+    if "norm" in options:
+        options["norm"] = options["norm"] * 1024
+    ps, gs, ms, vs = lists[1]
+    scaled = [g * 1024 for g in gs]
+    adamw_step(ps, scaled, ms, vs, step=1, lr=0.01, grad_scale=torch.tensor(1024.0, device=device), **options)
+    for got, want in zip((ps, ms, vs), (lists[0][0], *lists[0][2:]), strict=True):
+        close(got, want)
+    close(scaled, [g * 1024 for g in gs], 0)
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("shapes", [SHAPES, ()], ids=len)
+def test_a_step_with_a_gradient_that_is_not_finite_is_none(found, shapes, device):
+    ps, gs, ms, vs = model(device, shapes or [(0,)])
+    before, count = [p.clone() for p in ps], torch.full((), 3.0, device=device)
+    adamw_step(ps, gs, ms, vs, step=count, found_inf=torch.tensor(found, device=device))
+    assert count.item() == (3 if found else 4)
+    assert all(torch.equal(a, b) == (bool(found) or not a.numel()) for a, b in zip(ps, before, strict=True))
+    assert all(not found or not t.any() for t in (*ms, *vs))
+
+
 def test_a_largest_v_that_is_nan_stays_nan(device):
     ps, gs, ms, vs = model(device, [(4,)])
     tops = [torch.tensor([0.0, math.nan, 1.0, math.inf], device=device)]
@@ -687,7 +713,7 @@ def by_operator(ps, gs, ms, vs, **options):
     torch.ops.fusebook.adamw_step(ps, gs, ms, vs, [], [], **given | options)
 
 
-@pytest.mark.parametrize("single", ["count", "rate", "norm"])
+@pytest.mark.parametrize("single", ["count", "rate", "norm", "grad_scale", "found_inf"])
 def test_the_operator_itself_refuses_what_is_not_one_number(single, device):
     lists = model(device, [(8,)])
     for size in (0, 2):

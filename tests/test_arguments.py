@@ -158,6 +158,8 @@ RIGHT = {
             "seed": None,
             "norm": None,
             "max_norm": 1.0,
+            "grad_scale": None,
+            "found_inf": None,
         },
     ),
 }

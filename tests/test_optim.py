@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -222,11 +223,14 @@ def _saved(value):
     return file
 
 
-def test_a_scaler_skips_a_step_with_infinite_gradients(device):
-    results = []
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_scaler_skips_a_step_with_infinite_gradients(capturable, device):
+    results, made = [], []
     for kind in BOTH:
         ps = parameters(device)
         optimizer, scaler = kind(ps, lr=0.1), torch.amp.GradScaler(device, 2.0**10)
+        optimizer.param_groups[0]["capturable"] = capturable and kind is AdamW
+        after(optimizer, ps[1:], 1)  # not by the scaler, and not all of them
         for i in range(4):
             gradients(ps, i)
             scaler.scale(torch.zeros((), device=device))  # makes the scale
@@ -239,18 +243,114 @@ def test_a_scaler_skips_a_step_with_infinite_gradients(device):
                 torch.nn.utils.clip_grad_norm_(ps, 0.1)
             scaler.step(optimizer)
             scaler.update()
-        assert scaler.get_scale() == 2.0**9 and {s["step"].item() for s in optimizer.state.values()} == {3}
+        assert scaler.get_scale() == 2.0**9
+        assert [s["step"].item() for s in optimizer.state.values()] == [4, 4, 4, 4, 3]
+        after(optimizer, ps, 1)
         results.append(ps)
+        made.append(optimizer)
     close(*results)
+    close_states(*made)
 
 
-def test_a_scale_that_the_step_would_have_to_undo_is_refused(device):
+def test_a_step_by_a_scaler_reads_nothing_back(device, monkeypatch):
+    ps = parameters(device)[1:]
+    optimizer, scaler = AdamW(ps), torch.amp.GradScaler(device, 2.0**10)
+    scaler.scale(torch.zeros((), device=device))
+    gradients(ps, 0)
+    scaler.step(optimizer)
+    with monkeypatch.context() as patched:
+        for name in ("item", "__float__", "__int__", "__bool__", "tolist", "cpu"):
+            patched.setattr(torch.Tensor, name, lambda *_: pytest.fail("waits for the device"))
+        scaler.update()
+        before = [p.grad.clone() for p in ps]
+        scaler.step(optimizer)
+    close([p.grad for p in ps], before)  # they stay scaled
+
+
+def test_a_scale_that_is_no_tensor_is_refused(device):
     ps = parameters(device)
     optimizer = AdamW(ps)
-    optimizer.grad_scale = torch.ones((), device=device)
+    optimizer.grad_scale = 2.0
     gradients(ps, 0)
-    with pytest.raises(RuntimeError, match="AdamW: expected gradients that are scaled back, got grad_scale"):
+    with pytest.raises(TypeError, match="adamw_step: expected grad_scale to be a torch.Tensor, got float"):
         optimizer.step()
+
+
+def _other_states(optimizer, ps):
+    optimizer.state[ps[1]] = copy.deepcopy(optimizer.state[ps[1]])
+    optimizer.state[ps[1]]["exp_avg"].zero_()
+
+
+def _other_average(optimizer, ps):
+    optimizer.state[ps[1]]["exp_avg"] = torch.ones_like(ps[1])
+
+
+def _other_count(optimizer, ps):
+    optimizer.state[ps[1]]["step"] = optimizer.state[ps[1]]["step"] + 5
+
+
+def _other_strides(optimizer, ps):
+    ps[0].grad = ps[0].grad.contiguous(memory_format=torch.contiguous_format)
+
+
+def _none(optimizer, ps):
+    ps[2].grad = ps[1].grad = None
+
+
+def _a_late_group(optimizer, ps):
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones_like(ps[1]))]})
+    optimizer.param_groups[1]["params"][0].grad = torch.ones_like(ps[1])
+
+
+def _one_less(optimizer, ps):
+    del optimizer.param_groups[0]["params"][1]
+
+
+def _another_object(optimizer, ps):
+    new = torch.nn.Parameter(ps[1].detach().clone())
+    new.grad = ps[1].grad
+    optimizer.param_groups[0]["params"][1] = new
+
+
+def _new_memory(optimizer, ps):
+    ps[1].data = ps[1].data.clone()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_other_states, _other_average, _other_count, _other_strides, _none, _a_late_group, _one_less, _another_object,
+     _new_memory],
+)  # fmt: skip
+@pytest.mark.parametrize("capturable", [False, True])
+def test_what_changes_between_two_steps_is_noticed(change, capturable, device):
+    lists, made = [parameters(device) for _ in BOTH], []
+    for kind, ps in zip(BOTH, lists, strict=True):
+        optimizer = kind(ps, lr=0.1)
+        optimizer.param_groups[0]["capturable"] = capturable and kind is AdamW  # torch's is for GPUs only
+        after(optimizer, ps, 2)
+        gradients(ps, 7)
+        change(optimizer, ps)
+        optimizer.step()
+        after(optimizer, optimizer.param_groups[0]["params"], 2)
+        made.append(optimizer)
+    close(*lists)
+    close(*([p for group in o.param_groups for p in group["params"]] for o in made))
+    close(*([value for state in o.state.values() for value in state.values()] for o in made))
+
+
+def test_a_second_step_with_new_gradients_looks_up_no_state(device, monkeypatch):
+    ps = parameters(device)[1:]
+    optimizer = after(AdamW(ps), ps, 1)
+    monkeypatch.setattr(torch.Tensor, "__hash__", lambda _: pytest.fail("a state is looked up"))
+    after(optimizer, ps, 1)
+
+
+def test_a_step_keeps_no_gradient(device):
+    ps = parameters(device)
+    optimizer = after(AdamW(ps), ps, 2)
+    kept = [weakref.ref(p.grad) for p in ps]
+    optimizer.zero_grad()
+    assert not any(ref() is not None for ref in kept)
 
 
 def test_step_inside_torch_compile_leaves_the_graph(device):
@@ -404,6 +504,23 @@ def test_fsdp2_with_the_tools_of_checkpoints(mesh):
 
 
 # A GPU ----------------------------------------------------------------------------------------------------------------
+
+
+@needs_cuda
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_step_by_a_scaler_does_not_wait(capturable):
+    ps = parameters("cuda")
+    optimizer, scaler = AdamW(ps, capturable=capturable), torch.amp.GradScaler("cuda", 2.0**10)
+    scaler.scale(torch.zeros((), device="cuda"))
+    for i in range(3):
+        gradients(ps, i)
+        torch.cuda.set_sync_debug_mode("error" if i or not capturable else "default")
+        try:
+            scaler.step(optimizer)
+            scaler.update()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert {s["step"].item() for s in optimizer.state.values()} == {3}
 
 
 @needs_cuda

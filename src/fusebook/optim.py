@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import itertools
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusebook.kernels._call import integer
-from fusebook.kernels.adamw import adamw_step
+from fusebook.kernels.adamw import adamw_step, guard
 
 __all__ = ["AdamW"]
 
@@ -17,6 +20,64 @@ __all__ = ["AdamW"]
 _uncompiled: Any = getattr(torch, "_disable_dynamo", lambda function: function)
 _STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _DENSE = torch.strided
+#: What a `torch.amp.GradScaler` leaves for a step.
+_SCALING = ("grad_scale", "found_inf")
+
+
+@dataclasses.dataclass(slots=True)
+class _Launch:
+    """Parameters that one launch steps: of one device, after the same number of steps.
+
+    `check` notices gradients of another kind. It is None where a tensor is not passed on as it is.
+    """
+
+    params: list[Tensor]
+    states: list[dict[str, Any]]
+    count: Tensor
+    check: Any = None
+
+    def count_by(self, count: Tensor) -> None:
+        """Give all parameters the same number of steps done."""
+        self.count = count
+        for s in self.states:
+            s["step"] = count
+
+    def again(self) -> Any:
+        """The gradients of the next step, or None if anything else has changed."""
+        grads = [p.grad for p in self.params]
+        counts = [s.get("step") for s in self.states]
+        known = self.check is not None and self.check(*grads) and _same(counts, itertools.repeat(self.count))
+        return grads if known else None
+
+
+@dataclasses.dataclass(slots=True)
+class _Kept:
+    """What a step has found out about a group; the parameters `left` had no gradient."""
+
+    params: list[Tensor]
+    left: list[Tensor]
+    options: list[Any]
+    launches: list[_Launch]
+
+    def again(self, group: dict[str, Any]) -> list[Any]:
+        """The gradients of each launch, with None among them if the next step has other launches."""
+        if (
+            len(self.params) != len(group["params"])
+            or not _same(self.params, group["params"])
+            or not _same(self.options, map(group.get, _OPTIONS))
+            or any([p.grad is not None for p in self.left])
+        ):
+            return [None]
+        return [launch.again() for launch in self.launches]
+
+
+#: What decides the launches of a group.
+_OPTIONS = ("amsgrad", "capturable", "seed")
+
+
+def _same(some: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Whether these are the same objects, as far as the shorter one goes."""
+    return all(map(operator.is_, some, others))
 
 
 class AdamW(torch.optim.AdamW):
@@ -49,7 +110,9 @@ class AdamW(torch.optim.AdamW):
 
     Notes
     -----
-    ``GradScaler`` divides the gradients by its scale before the step, and reads on the host whether all are finite.
+    A step by ``GradScaler`` does not wait for the GPU, as with ``fused=True``. The kernel divides gradients by the
+    scale, and does nothing if one is not finite. Steps are then counted on the device. Unlike torch's step, this one
+    leaves gradients scaled, unless ``unscale_`` was called.
 
     The averages have the dtype of their parameter, as in `torch.optim.AdamW`.
 
@@ -62,6 +125,12 @@ class AdamW(torch.optim.AdamW):
     >>> optimizer.step()  # doctest: +SKIP
     """
 
+    _step_supports_amp_scaling = True  # what a GradScaler asks
+    #: Of each group what its last step found out, while the state has the same parameters and the same entries.
+    _kept: dict[int, _Kept]
+    _keys: list[Tensor]
+    _states: list[dict[str, Any]]
+
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8, weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False,
@@ -69,6 +138,7 @@ class AdamW(torch.optim.AdamW):
     ) -> None:  # fmt: skip
         if seed is not None:
             seed = _seed(seed)
+        self._forget()
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, capturable=capturable)
         self.defaults["seed"] = seed
         for group in self.param_groups:
@@ -93,21 +163,32 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None:
-            raise RuntimeError(
-                "AdamW: expected gradients that are scaled back, got grad_scale or found_inf; delete these attributes, "
-                "and call unscale_ of GradScaler"
-            )
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        launches = [made for group in self.param_groups for made in self._launches(group, capturing)]
-        for i, (group, params, count) in enumerate(launches):
+        scaling = {key: value for key in _SCALING if (value := getattr(self, key, None)) is not None}
+        states = self.state
+        if len(states) != len(self._states) or not (_same(self._keys, states) and _same(self._states, states.values())):
+            self._forget()
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        launches = [(group, *made) for group in self.param_groups for made in self._launches(group, capturing)]
+        for i, (group, launch, grads) in enumerate(launches):
             seed = None if group["seed"] is None else _seed(group["seed"]) + i * 0x9E3779B1
-            self._launch(group, params, count, None if seed is None else seed % 0x7FFFFFFF)  # more is not used
+            seed = None if seed is None else seed % 0x7FFFFFFF  # more is not used
+            self._launch(group, launch, grads, seed, scaling)
+        if len(states) != len(self._states):
+            self._keys, self._states = [*states], [*states.values()]
         return loss
 
-    def _launches(self, group: dict[str, Any], capturing: bool) -> list[tuple[dict[str, Any], list[Tensor], Tensor]]:
-        """Parameters of a group that one launch steps: of one device, after the same number of steps."""
-        params = [p for p in group["params"] if p.grad is not None]
+    def _forget(self) -> None:
+        self._kept, self._keys, self._states = {}, [], []
+
+    def _launches(self, group: dict[str, Any], capturing: bool) -> list[tuple[_Launch, Any]]:
+        """What steps a group, and the gradients; the launches of the step before, where nothing else has changed."""
+        kept = None if capturing else self._kept.get(id(group))
+        if kept is not None and all(again := kept.again(group)):
+            return [*zip(kept.launches, again, strict=True)]
+        params: list[Tensor] = []
+        left: list[Tensor] = []
+        for p in group["params"]:
+            (left if p.grad is None else params).append(p)
         new = [p for p in params if not self.state[p]]
         if capturing and (new or not group["capturable"]):
             raise RuntimeError(
@@ -121,51 +202,68 @@ class AdamW(torch.optim.AdamW):
         if new:
             self._share_counts(group, new)
         known: dict[int, Any] = {}
-        launches: dict[Any, list[Tensor]] = {}
+        found: dict[Any, list[Tensor]] = {}
         for p in params:
             count = self.state[p]["step"]
             if id(count) not in known:  # tensors on the device are not read: they are the same, or count apart
-                known[id(count)] = id(count) if group["capturable"] else count.item()
+                apart = group["capturable"] or count.device.type != "cpu"
+                known[id(count)] = id(count) if apart else count.item()
             rounded = group["seed"] is not None and p.dtype == torch.bfloat16
-            launches.setdefault((known[id(count)], p.device, rounded), []).append(p)
-        made = []
-        taken = {id(self.state[p]["step"]) for p in group["params"] if p.grad is None and self.state.get(p)}
-        for some in launches.values():
-            count = self.state[some[0]]["step"]
-            if not group["capturable"]:
-                count = count.cpu() + 1
-            elif id(count) in taken:  # by parameters that are not stepped now, or by another launch
+            found.setdefault((known[id(count)], p.device, rounded), []).append(p)
+        launches = []
+        stepped = {*map(id, params)}
+        taken = {id(s["step"]) for p, s in self.state.items() if s and id(p) not in stepped}
+        for some in found.values():
+            states = [self.state[p] for p in some]
+            launch = _Launch(some, states, states[0]["step"])
+            if id(launch.count) in taken:  # by parameters that are not stepped now, or by another launch
                 if capturing:
                     raise RuntimeError(
                         "AdamW: expected gradients of the parameters that the steps before had, got those of others; "
                         "step once with these, then capture"
                     )
-                count = count.clone()
-            made.append((group, some, count))
-            taken.add(id(count))
-        return made
+                launch.count = launch.count.clone()
+            launch.count_by(launch.count)
+            taken.add(id(launch.count))
+            launches.append(launch)
+        self._kept[id(group)] = _Kept([*group["params"]], left, [group[key] for key in _OPTIONS], launches)
+        return [(launch, [p.grad for p in launch.params]) for launch in launches]
 
-    def _launch(self, group: dict[str, Any], params: list[Tensor], count: Tensor, seed: int | None) -> None:
-        states = [self.state[p] for p in params]
+    def _launch(
+        self, group: dict[str, Any], launch: _Launch, grads: Any, seed: int | None, scaling: dict[str, Any]
+    ) -> None:  # fmt: skip
+        params, given = launch.params, grads
         try:
-            lists = [[_local(s[key]) for s in states] for key in _STATE[: 3 if group["amsgrad"] else 2]]
+            lists = [[s[key] for s in launch.states] for key in _STATE[: 3 if group["amsgrad"] else 2]]
         except KeyError:  # since amsgrad was set
             _check_group(group, self.state)
             raise
-        beta1, beta2 = (b.item() if isinstance(b, Tensor) else b for b in group["betas"])
-        mine = [_local(p) for p in params]
-        lr = group["lr"]
+        if launch.check is None:
+            lists = [[*map(_local, of)] for of in lists]
+            params = [*map(_local, params)]
+            grads = [_gradient(p, local) for p, local in zip(launch.params, params, strict=True)]
+            if _same(params, launch.params) and _same(grads, given):
+                launch.check = guard(grads)
+        beta1, beta2 = [b.item() if isinstance(b, Tensor) else b for b in group["betas"]]
+        lr, device = group["lr"], params[0].device
         if isinstance(lr, Tensor):  # as torch.optim has it, one on the CPU is a number
-            device = mine[0].device
             lr = lr.item() if lr.device.type == "cpu" != device.type else lr.to(device)
+        if scaling:
+            scaling = {
+                key: _local(value).to(device, non_blocking=True) if isinstance(value, Tensor) else value
+                for key, value in scaling.items()
+            }
+            if launch.count.device != device:  # a copy would wait for the device
+                launch.count_by(torch.full((), launch.count.item(), device=device))
+        counting = group["capturable"] or scaling or launch.count.device.type != "cpu"
         adamw_step(
-            mine, [_gradient(p, local) for p, local in zip(params, mine, strict=True)], *lists,
-            step=count if group["capturable"] else int(count), lr=lr, beta1=beta1, beta2=beta2,
+            params, grads, *lists,
+            step=launch.count if counting else int(launch.count) + 1, lr=lr, beta1=beta1, beta2=beta2,
             eps=group["eps"], weight_decay=group["weight_decay"], maximize=group["maximize"],
-            seed=seed if params[0].dtype == torch.bfloat16 else None,
+            seed=seed if params[0].dtype == torch.bfloat16 else None, **scaling,
         )  # fmt: skip
-        for s in states:
-            s["step"] = count
+        if not counting:
+            launch.count_by(launch.count + 1)
 
     def _share_counts(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """Give parameters that did as many steps one tensor that counts them, so that one launch steps all of them."""
@@ -195,6 +293,7 @@ class AdamW(torch.optim.AdamW):
         for group in state["param_groups"]:
             _check_group(group, state["state"])
         super().__setstate__(state)
+        self._forget()
         for group in self.param_groups:
             group.setdefault("seed", self.defaults.get("seed"))
             stepped = [p for p in group["params"] if self.state.get(p)]

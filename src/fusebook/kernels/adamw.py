@@ -30,6 +30,7 @@ from torch.autograd.forward_ad import unpack_dual
 from ._call import (
     LIBRARY,
     NAMESPACE,
+    _below,
     apply,
     check_alike,
     check_device,
@@ -148,7 +149,7 @@ def _chunk(
 
 @triton.jit(do_not_specialize=["grads_ptr", "t", "seed"])
 def _adamw_chunks(
-    table_ptr, grads_ptr, chunks_ptr, ticket_ptr, count_ptr, rate_ptr, norm_ptr, tensors, t, seed,
+    table_ptr, grads_ptr, chunks_ptr, ticket_ptr, count_ptr, rate_ptr, norm_ptr, scale_ptr, found_ptr, tensors, t, seed,
     lr: tl.float64, beta1: tl.float64, beta2: tl.float64, fraction1: tl.float64, fraction2: tl.float64,
     eps: tl.float64, decay: tl.float64, most: tl.float64,
     P: tl.constexpr, G: tl.constexpr, S: tl.constexpr, TOP: tl.constexpr, EXACT: tl.constexpr, FLOAT: tl.constexpr,
@@ -159,6 +160,9 @@ def _adamw_chunks(
     `table_ptr` holds for all tensors their sizes, then the addresses of p, m, v, and of what else there is, and whether
     all of these are aligned; `grads_ptr` points to the addresses of g, or to the only g.
     """
+    if found_ptr is not None:
+        if tl.load(found_ptr) != 0:  # a gradient is not finite: nothing is stepped, and this is no step
+            return
     where = tl.load(chunks_ptr + tl.program_id(0))
     i, first = where >> 32, (where & 0xFFFFFFFF) * (BLOCK * STEPS)
     # float64, since what a bias correction subtracts from 1 is nearly 1.
@@ -171,8 +175,10 @@ def _adamw_chunks(
         fraction1 = 1 - tl.exp(t * tl.log(one * beta1))
         fraction2 = 1 - tl.exp(t * tl.log(one * beta2))
     scale = -one if MAXIMIZE else one
+    if scale_ptr is not None:
+        scale /= tl.load(scale_ptr + tl.arange(0, 1)).to(tl.float64)
     if norm_ptr is not None:
-        factor = most / (tl.load(norm_ptr + tl.arange(0, 1)).to(tl.float64) + 1e-6)
+        factor = most / (tl.load(norm_ptr + tl.arange(0, 1)).to(tl.float64) * tl.abs(scale) + 1e-6)
         scale *= tl.where(factor > 1, 1.0, factor)  # NaN stays NaN
     key = 0
     if CHANCE:
@@ -227,7 +233,8 @@ def _adamw_plan(itemsize: int, numbers: int, capability: tuple[int, int] | None,
 _NAME = "adamw_step"
 _LISTED = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters")
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
-_Guards: Any = torch._C._dynamo.guards.TensorGuards
+#: Tensors whose addresses and kinds are asked for together, while they are in the CPU's cache.
+_PART = 256
 _NONE = type(None)
 
 #: What is known of lists, by the first address and the length; with one more it begins anew.
@@ -278,7 +285,7 @@ class _Group:
     def launch(
         self, grads: Any, tensors: tuple[Any, ...], numbers: tuple[Any, ...], maximize: bool, chance: bool, last: bool
     ) -> None:  # fmt: skip
-        """Step all, with a count, a learning rate and a norm that are on the device, or None."""
+        """Step all; `tensors` are those of `_SINGLES`, each on the device or None."""
         args = self.table, grads, self.chunks, self.ticket, *tensors, self.tensors, *numbers
         advance = last and tensors[0] is not None
         key = maximize, chance, advance, *(None if t is None else (t.dtype, t.data_ptr() % 16) for t in tensors)
@@ -287,13 +294,20 @@ class _Group:
         current = self.device.type == "cuda" and torch.cuda.current_device() == self.device.index
         if compiled is not None and current and unhooked():  # Triton would derive anew what has not changed
             stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-            known = compiled.function, compiled.packed_metadata, None, None, None
-            compiled.run(self.programs, 1, 1, stream, *known, *args, *constants)
+            run, known, packed = compiled
+            values = (*args, *constants)
+            run(self.programs, 1, 1, stream, *known, *((values,) if packed else values))
             return
         with launching(self.table):
             compiled = launch(_adamw_chunks, (self.programs,), *args, *constants, num_warps=self.plan.warps)
         if hasattr(compiled, "packed_metadata"):
-            self.compiled[key] = compiled
+            known = compiled.function, compiled.packed_metadata, None, None, None
+            self.compiled[key] = _below(compiled, (self.programs, 1, 1), known, len(args) + len(constants))
+
+
+def guard(tensors: Sequence[Tensor]) -> Any:
+    """What tells whether as many tensors are of the same kinds as these; None is of no kind."""
+    return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 class _List:
@@ -310,8 +324,9 @@ class _List:
         self.asked = any(g.requires_grad for g in grads)
         states = tensors[: -len(grads)]
         with torch.no_grad():  # so that they also notice a gradient that is recorded
-            self.guards = [_Guards(*of, dynamic_dims_sizes=None, dynamic_dims_strides=None) for of in (states, grads)]
-        self.addresses = [t.data_ptr() for t in states]
+            self.grads = guard(grads)
+            parts = [(i, states[i : i + _PART]) for i in range(0, len(states), _PART)]
+            self.parts = [(i, [t.data_ptr() for t in part], guard(part)) for i, part in parts]
         spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in states)
         self.starts, self.ends = np.array([*spans, (_FAR, _FAR)]).T.copy()
         self.sizes = np.array([g.numel() * g.element_size() or -_FAR for g in grads])
@@ -338,9 +353,11 @@ class _List:
         try:
             return (
                 not (self.asked and torch.is_grad_enabled())
-                and list(map(Tensor.data_ptr, states)) == self.addresses
-                and self.guards[1].check(*grads)
-                and self.guards[0].check(*states)
+                and self.grads(*grads)
+                and all(
+                    list(map(Tensor.data_ptr, part := states[i : i + _PART])) == addresses and check(*part)
+                    for i, addresses, check in self.parts
+                )
             )
         except (TypeError, RuntimeError):  # no tensor, or one without memory of its own
             return False
@@ -415,6 +432,9 @@ def _check_numbers(
     most: float,
 ) -> None:  # fmt: skip
     """Refuse numbers out of range, and a seed where nothing is rounded by chance."""
+    fine = step >= 1 and 0 <= beta1 < 1 and 0 <= beta2 < 1 and most >= 0
+    if fine and seed is None and 0 <= lr < math.inf and 0 <= eps < math.inf and 0 <= decay < math.inf:
+        return
 
     def within(what: str, value: float, fine: bool, accepted: str) -> None:
         if not fine:
@@ -473,6 +493,7 @@ def _stepped(
     params: list[Tensor], grads: list[Tensor], ms: list[Tensor], vs: list[Tensor], tops: list[Tensor],
     exacts: list[Tensor], count: Tensor | None, step: int, rate: Tensor | None, lr: float, beta1: float, beta2: float,
     eps: float, decay: float, maximize: bool, seed: int | None, norm: Tensor | None, most: float,
+    scale: Tensor | None = None, found: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The operator."""
     _check_numbers(params, step, lr, beta1, beta2, eps, decay, seed, most)
@@ -480,7 +501,10 @@ def _stepped(
         return
     states = [*params, *ms, *vs, *tops, *exacts]
     first = params[0]
-    singles = [(what, t) for what, t in (("step", count), ("lr", rate), ("norm", norm)) if t is not None]
+    given = count, rate, norm, scale, found
+    singles: list[tuple[str, Tensor]] = []
+    if not count is rate is norm is scale is found is None:
+        singles = [(what, t) for what, t in zip(_SINGLES, given, strict=True) if t is not None]
     for what, single in singles:
         _single(what, single, first)
         check_stored(_NAME, what, single, meta=first.is_meta)
@@ -526,17 +550,17 @@ def _stepped(
     for i, (group, told) in enumerate(zip(of.groups, placed.told or grads, strict=False)):
         # Programs of every group have the same numbers, and so would have the same random bits.
         seeded = step & 0x7FFFFFFF, ((seed or 0) + i * 0x2545F491) % 0x7FFFFFFF, *numbers
-        group.launch(told, (count, rate, norm), seeded, maximize, seed is not None, group is of.groups[-1])
+        group.launch(told, given, seeded, maximize, seed is not None, group is of.groups[-1])
     if count is not None and not of.groups:
-        apply(Tensor.add_, count, 1)
+        apply(Tensor.add_, count, 1 if found is None else found.view(()) == 0)
     torch.autograd.graph.increment_version(states if count is None else [*states, count])  # for graphs that kept one
 
 
 _SCHEMA = (
     "adamw_step(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
     "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] masters, Tensor(f!)? count, SymInt step, Tensor? rate, float lr, "
-    "float beta1, float beta2, float eps, float weight_decay, bool maximize, int? seed, Tensor? norm, float max_norm)"
-    " -> ()"
+    "float beta1, float beta2, float eps, float weight_decay, bool maximize, int? seed, Tensor? norm, float max_norm, "
+    "Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
 )
 LIBRARY.define(_SCHEMA, tags=torch.Tag.pt2_compliant_tag)
 for _device in ("CUDA", "CPU"):
@@ -547,10 +571,11 @@ def _without_memory(
     params: list[Tensor], grads: list[Tensor], ms: list[Tensor], vs: list[Tensor], tops: list[Tensor],
     exacts: list[Tensor], count: Tensor | None, step: int, rate: Tensor | None, lr: float, beta1: float, beta2: float,
     eps: float, decay: float, maximize: bool, seed: int | None, norm: Tensor | None, most: float,
+    scale: Tensor | None = None, found: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The operator under a compiler. The dispatcher also comes here where only some of the tensors are on meta."""
     _check_numbers(params, step, lr, beta1, beta2, eps, decay, seed, most)
-    given = [t for t in (*params, *grads, *ms, *vs, *tops, *exacts, count, rate, norm) if t is not None]
+    given = [t for t in (*params, *grads, *ms, *vs, *tops, *exacts, count, rate, norm, scale, found) if t is not None]
     for t in given:
         check_alike(_NAME, "all tensors", t, "the first", given[0], dtype=False)
 
@@ -582,6 +607,8 @@ _SINGLES = {
     "step": (torch.float32, torch.int32, torch.int64),
     "lr": (torch.float32, torch.float64),
     "norm": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    "grad_scale": (torch.float32, torch.float64),
+    "found_inf": (torch.float32,),
 }
 
 
@@ -598,7 +625,7 @@ def adamw_step(
     exp_avg_sqs: Sequence[Tensor], max_exp_avg_sqs: Sequence[Tensor] = (), masters: Sequence[Tensor] = (), *,
     step: int | Tensor, lr: float | Tensor = 1e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8,
     weight_decay: float = 1e-2, maximize: bool = False, seed: int | None = None, norm: Tensor | None = None,
-    max_norm: float = 1.0,
+    max_norm: float = 1.0, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
 ) -> None:  # fmt: skip
     """One step of AdamW, in place, for a list of tensors in one launch.
 
@@ -635,6 +662,11 @@ def adamw_step(
         ``max_norm / (norm + 1e-6)``, as `torch.nn.utils.clip_grad_norm_` does, but not written.
     max_norm : float
         See `norm`.
+    grad_scale : torch.Tensor, optional
+        What the gradients, and `norm`, are divided by; they are not written. One number on the device, float32 or
+        float64, as `torch.amp.GradScaler` has it.
+    found_inf : torch.Tensor, optional
+        One float32 number on the device. If it is not 0, nothing is stepped, nor counted by a `step` on the device.
 
     Raises
     ------
@@ -671,8 +703,10 @@ def adamw_step(
     tensor([-0.5000, -0.5000], device='cuda:0')
     """
     given: Any = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters)
-    lists: Any = [_listed(name, of) for name, of in zip(_LISTED, given, strict=True)]
-    _check_lengths(lists[0], dict(zip(_LISTED[1:], lists[1:], strict=True)))
+    lists: Any = [[*of] if type(of) is list else _listed(name, of) for name, of in zip(_LISTED, given, strict=True)]
+    tensors = len(lists[0])
+    if [*map(len, lists)] != [tensors, tensors, tensors, tensors, 0, 0]:
+        _check_lengths(lists[0], dict(zip(_LISTED[1:], lists[1:], strict=True)))
     if _NONE in set(map(type, lists[1])):  # as torch.optim has it, these are left as they are
         some = [i for i, g in enumerate(lists[1]) if g is not None]
         lists = [[of[i] for i in some] if of else of for of in lists]
@@ -683,26 +717,25 @@ def adamw_step(
         check_tensor(_NAME, "params[0]", first)
     done = 1 if count is not None else integer(_NAME, "step", step, "give the number of this step")
     flag(_NAME, "maximize", maximize)
-    beta1, beta2, speed, eps, decay, most = (
-        value if type(value) is float else number(_NAME, what, value, "see torch.optim.AdamW")
-        for what, value in (
-            ("beta1", beta1), ("beta2", beta2), ("lr", lr if rate is None else 0.0), ("eps", eps),
-            ("weight_decay", weight_decay), ("max_norm", max_norm),
-        )
-    )  # fmt: skip
+    values: Any = beta1, beta2, lr if rate is None else 0.0, eps, weight_decay, max_norm
+    if {*map(type, values)} != {float}:
+        names = "beta1", "beta2", "lr", "eps", "weight_decay", "max_norm"
+        values = [number(_NAME, *named, "see torch.optim.AdamW") for named in zip(names, values, strict=True)]
+    beta1, beta2, speed, eps, decay, most = values
     if seed is not None:
         seed = integer(_NAME, "seed", seed, "None rounds to the nearest")
-    numbers: Any = count, done, rate, speed, beta1, beta2, eps, decay, maximize, seed, norm, most
+    numbers: Any = count, done, rate, speed, beta1, beta2, eps, decay, maximize, seed, norm, most, grad_scale, found_inf
     if not watched():
         _stepped(*lists, *numbers)
     else:
+        singles = [count, rate, norm, grad_scale, found_inf]
         if torch._C._get_tracing_state():
             raise NotImplementedError(
                 f"{_NAME}: expected a step that is made, got one that torch.jit.trace takes down, which misses what is "
                 "written into lists; use torch.compile"
             )
         if not torch.compiler.is_compiling():
-            for name, of in zip((*_LISTED, "step, lr and norm"), (*lists, [count, rate, norm]), strict=True):
+            for name, of in zip((*_LISTED, "each single number"), (*lists, singles), strict=True):
                 for t in of:
                     check_local(_NAME, name, t)
                     if t is not None and unpack_dual(t).tangent is not None:
@@ -710,7 +743,7 @@ def adamw_step(
                             f"{_NAME}: expected {name} without tangents, since a step has no derivative, got one; "
                             "call it outside of forward mode"
                         )
-        for what, single in zip(_SINGLES, (count, rate, norm), strict=True):
+        for what, single in zip(_SINGLES, singles, strict=True):
             if single is not None and first is not None:
                 _single(what, single, first)
         _no_gradient_of(lists[1])
