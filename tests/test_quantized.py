@@ -223,6 +223,18 @@ def test_formats_of_others_come_back(bits, device):
         check(PackedWeight.from_awq(words(lines.reshape(K, N)), scales.T, words(points.reshape(-1, N)), group=group))
 
 
+def test_equal_weights(device):
+    weight = torch.randn(20, 72, device=device).half()
+    packed = quantize(weight, group=32)
+    same = PackedWeight.from_codes(*packed.codes(), group=32)
+    assert packed == same and hash(packed) == hash(same) and packed == packed and packed != weight
+    others = [quantize(-weight, group=32), quantize(weight, 8, 32), quantize(weight, group=64), packed.to("meta")]
+    others += [quantize(weight.float(), group=32), quantize(weight, group=32, symmetric=False)]
+    others += [dataclasses.replace(packed, version=0), dataclasses.replace(packed, shape=(19, 72))]
+    for other in others:
+        assert packed != other and other != packed
+
+
 @pytest.mark.parametrize("M", [2, 97])
 def test_gradients(M, device):
     packed = quantize(torch.randn(24, 80, device=device).half(), 4, 32)

@@ -371,9 +371,11 @@ def _dequantize(
 # Packing -------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class PackedWeight:
     """A weight ``[N, K]`` in codes of four or eight bits: what `quantize` returns, and `quantized_matmul` takes.
+
+    Two are equal if they are on one device and have the same codes, scales, zero points and format.
 
     Attributes
     ----------
@@ -400,6 +402,18 @@ class PackedWeight:
     bits: int
     group: int
     version: int = VERSION
+
+    def _format(self) -> tuple[Any, ...]:
+        return self.shape, self.bits, self.group, self.version
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PackedWeight):
+            return NotImplemented
+        pairs = zip(*((p.words, p.scales, p.zeros) for p in (self, other)), strict=True)
+        return self._format() == other._format() and all(a is b or _same(a, b) for a, b in pairs)
+
+    def __hash__(self) -> int:
+        return hash(self._format())
 
     @classmethod
     def from_codes(
@@ -580,6 +594,12 @@ _GROUPS = (0, 32, 64, 128, 256, 512, 1024)
 def _check_format(name: str, bits: Any, group: Any) -> None:
     one_of(name, "bits", bits, (4, 8))
     one_of(name, "group", group, _GROUPS, "0 is for whole rows")
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None or (a.dtype, a.device) != (b.dtype, b.device):
+        return False
+    return torch.equal(a, b)
 
 
 def _by_tile(value: Tensor, tiles: int) -> Tensor:
