@@ -189,10 +189,10 @@ def test_a_quantized_layer_compiles():
 def test_what_a_quantized_layer_refuses():
     layer = quantized()
     other = fusebook.nn.QuantizedLinear(72, 20, group=64, device=DEVICE, dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"of version 1, bits 4, group 64, .*got version 1, bits 4, group 128"):
+    with pytest.raises(ValueError, match=r"of version 2, bits 4, group 64, .*got version 2, bits 4, group 128"):
         other.load_state_dict(layer.state_dict())
     newer = {**layer.state_dict(), "format": layer.format + torch.tensor([1, 0, 0, 0, 0], device=layer.format.device)}
-    with pytest.raises(ValueError, match=r"got version 2, .* pack weights of another version again"):
+    with pytest.raises(ValueError, match=r"got version 3, .* pack weights of another version again"):
         layer.load_state_dict(newer)
     with pytest.raises(TypeError, match="expected a torch.nn.Linear, got Bilinear"):
         fusebook.nn.QuantizedLinear.from_linear(nn.Bilinear(4, 4, 8))

@@ -7,7 +7,8 @@ and perhaps a zero point, for each group of columns in a row. Without zero point
 
 The codes are packed in the order in which tensor cores want them. A *block* is 16 rows by 128 columns (64 for eight
 bits), which is 256 words of 32 bits: 1 KiB. Each thread of a warp loads eight of those words. They hold just its part
-of the operands of ``mma.m16n8k16``, so that no value passes through shared memory.
+of the operands of ``mma.m16n8k16``, so that no value passes through shared memory. Codes of the same place in two
+neighbouring columns are in the two halves of a word, as an mma wants pairs.
 """
 
 # Device code grows tuples of tiles; mypy sees a tuple of another length as another type.
@@ -28,35 +29,33 @@ from ._call import AMD, INTERPRETED, Operator, apply, contiguous, empty, flag, g
 __all__ = ["PackedWeight", "quantize", "quantized_matmul", "quantized_swiglu"]
 
 #: What packed data must say it is; another layout of the words has another number.
-VERSION = 1
+VERSION = 2
 #: More rows than these are multiplied by cuBLAS, after the weight was converted once.
 FEW_ROWS = 96
 #: A weight of fewer tiles, or of so many blocks in a tile, is cut into 8 slices, others into 4. It does not depend on
 #: the rows of x, so that the bits of a row do not either.
-MANY_TILES, MANY_BLOCKS = 512, 128
+MANY_TILES, MANY_BLOCKS = 1024, 128
 
 # Codes to numbers ----------------------------------------------------------------------------------------------------
 #
-# Two words of neighbouring columns become pairs of 16-bit numbers, a pair for each position in the words. A code is
-# placed into the mantissa of 1024 (float16) or 128 (bfloat16), where one step of the last bit is 1. Subtracting the
-# same power of two, and the middle of the codes, is exact. The second code of a byte is 16 times as large in float16,
-# which the multiplication by 1/16 undoes. bfloat16 has too few bits for that trick: its codes are shifted first.
+# Two words become pairs of 16-bit numbers, a pair for each position in the halves of both. A code is placed into the
+# mantissa of 1024 (float16) or 128 (bfloat16), where one step of the last bit is 1. Subtracting the same power of two,
+# and the middle of the codes, is exact. The second code of a byte is 16 times as large in float16, which the
+# multiplication by 1/16 undoes. bfloat16 has too few bits for that trick: its codes are shifted first.
 
 _HALF_4 = tl.constexpr("""{
-.reg .b32 t, u, m, one, two, add;
+.reg .b32 t, m, one, two, add;
 mov.b32 m, 0x64006400; mov.b32 one, 0x64086408; mov.b32 two, 0x2C002C00; mov.b32 add, 0xD480D480;
-prmt.b32 t, $8, $9, 0x5410;
-prmt.b32 u, $8, $9, 0x7632;
-lop3.b32 $0, t, 0x000f000f, m, 0xea;
-lop3.b32 $1, t, 0x00f000f0, m, 0xea;
-shr.u32 t, t, 8;
+lop3.b32 $0, $8, 0x000f000f, m, 0xea;
+lop3.b32 $1, $8, 0x00f000f0, m, 0xea;
+shr.u32 t, $8, 8;
 lop3.b32 $2, t, 0x000f000f, m, 0xea;
 lop3.b32 $3, t, 0x00f000f0, m, 0xea;
-lop3.b32 $4, u, 0x000f000f, m, 0xea;
-lop3.b32 $5, u, 0x00f000f0, m, 0xea;
-shr.u32 u, u, 8;
-lop3.b32 $6, u, 0x000f000f, m, 0xea;
-lop3.b32 $7, u, 0x00f000f0, m, 0xea;
+lop3.b32 $4, $9, 0x000f000f, m, 0xea;
+lop3.b32 $5, $9, 0x00f000f0, m, 0xea;
+shr.u32 t, $9, 8;
+lop3.b32 $6, t, 0x000f000f, m, 0xea;
+lop3.b32 $7, t, 0x00f000f0, m, 0xea;
 sub.rn.f16x2 $0, $0, one;
 fma.rn.f16x2 $1, $1, two, add;
 sub.rn.f16x2 $2, $2, one;
@@ -69,28 +68,27 @@ fma.rn.f16x2 $7, $7, two, add;
 
 
 def _shifted(first: str, word: str) -> str:
-    """The four codes of a pair of half words, one after another, in bfloat16."""
-    lines = []
+    """The four codes in each half of a word, one after another, in bfloat16."""
+    lines = [f"mov.b32 t, {word};"]
     for j in range(4):
         at = f"${int(first) + j}"
-        lines.append(f"lop3.b32 {at}, {word}, 0x000f000f, m, 0xea;\nfma.rn.bf16x2 {at}, {at}, one, add;")
-        lines.append(f"shr.u32 {word}, {word}, 4;")
-    return "\n".join(lines[:-1])
+        lines.append(f"lop3.b32 {at}, t, 0x000f000f, m, 0xea;\nfma.rn.bf16x2 {at}, {at}, one, add;\nshr.u32 t, t, 4;")
+    return "\n".join(lines)
 
 
 _BFLOAT_4 = tl.constexpr(
-    "{\n.reg .b32 t, u, m, one, add;\nmov.b32 m, 0x43004300; mov.b32 one, 0x3F803F80; mov.b32 add, 0xC308C308;\n"
-    "prmt.b32 t, $8, $9, 0x5410;\nprmt.b32 u, $8, $9, 0x7632;\n"
-    + _shifted("0", "t")
+    "{\n.reg .b32 t, m, one, add;\nmov.b32 m, 0x43004300; mov.b32 one, 0x3F803F80; mov.b32 add, 0xC308C308;\n"
+    + _shifted("0", "$8")
     + "\n"
-    + _shifted("4", "u")
+    + _shifted("4", "$9")
     + "\n}"
 )
 
 
 def _bytes(lines: str, rest: str) -> str:
-    """The four bytes of both words: ``t`` has byte j of the first one, and above it that of the second one."""
-    body = "".join(f"prmt.b32 t, $4, $5, 0x{j}{4 + j}{j}{j};\n" + rest.replace("$$", f"${j}") for j in range(4))
+    """The four pairs of bytes in two words: ``t`` has one at the lower ends of its halves."""
+    starts = "mov.b32 t, $4;\n", "shr.u32 t, $4, 8;\n", "mov.b32 t, $5;\n", "shr.u32 t, $5, 8;\n"
+    body = "".join(start + rest.replace("$$", f"${j}") for j, start in enumerate(starts))
     return "{\n.reg .b32 t, u, m, one, add;\n" + lines + body + "}"
 
 
@@ -113,6 +111,9 @@ _BFLOAT_8 = tl.constexpr(
 def _numbers(words, HALF: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr):
     """The numbers ``code - middle`` at each position in the words: a tuple of 8 tiles, or of 4."""
     if PLAIN:
+        a, b = tl.split(tl.reshape(words, [words.shape[0], words.shape[1] // 2, 2]))
+        a, b = (a & 0xFFFF) | (b << 16), ((a >> 16) & 0xFFFF) | (b & -0x10000)
+        words = tl.reshape(tl.join(a, b), words.shape)
         found = ()
         for j in tl.static_range(32 // BITS):
             code = (words >> (BITS * j)) & ((1 << BITS) - 1)
@@ -142,7 +143,7 @@ def _numbers(words, HALF: tl.constexpr, BITS: tl.constexpr, PLAIN: tl.constexpr)
 #
 # A program owns ABREAST times ROWS tiles of the weight, of 16 rows each, and 8 * TILES rows of x. A warp takes every
 # SLICES-th block of columns of a tile, or of ROWS tiles, and adds up products in registers. Its next DEPTH blocks are
-# on their way meanwhile, each in registers of its own; with EARLY so is x. At the end the sums of SLICES warps are
+# on their way meanwhile, with their columns of x, each in registers of its own. At the end the sums of SLICES warps are
 # added, so the bits of a result depend on SLICES alone. The reshapes below name the bits of a lane: `row` 8 and `pair`
 # 4 make 32 lanes. They move nothing: the loads already have the layout that an mma asks for.
 
@@ -161,7 +162,7 @@ def _load_words(w_ptr, tile, last, block, blocks, SLICES: tl.constexpr, ABREAST:
     row = tl.minimum(tile + a % ABREAST, last).to(tl.int64)
     # Volatile: the compiler would move the load to its use, a turn of the loop later, and wait there for memory.
     return tl.load(
-        w_ptr + (row * blocks + here) * 256 + a // (SLICES * ABREAST) * 128 + tl.arange(0, 128)[None, :],
+        w_ptr + row * blocks * 256 + a // (SLICES * ABREAST) * 128 + tl.arange(0, 128)[None, :] + here * 256,
         mask=here < blocks, other=0, volatile=True,
     )  # fmt: skip
 
@@ -179,8 +180,8 @@ def _load_groups(
         row = tl.minimum(tile + a % ABREAST, last).to(tl.int64)
         for n in tl.static_range(PARTS):
             group = ((block + a // ABREAST) * COLUMNS + n * GROUP) // GROUP
-            at = (row * groups + group) * 16 + c // 8 * 2 + c % 2
-            found += (tl.load(ptr + at, mask=group < groups, other=0, volatile=True),)
+            at = ptr + row * groups * 16 + c // 8 * 2 + c % 2 + group * 16
+            found += (tl.load(at, mask=group < groups, other=0, volatile=True),)
     return found
 
 
@@ -192,8 +193,24 @@ def _per_row(value, BATCH: tl.constexpr):
 
 
 @triton.jit
+def _pairs(x):
+    """Neighbours as one word. The compiler would carry numbers of 16 bits from turn to turn in a register each."""
+    low, high = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    low, high = low.to(tl.uint16, bitcast=True).to(tl.uint32), high.to(tl.uint16, bitcast=True).to(tl.uint32)
+    return low | (high << 16)
+
+
+@triton.jit
+def _of_pairs(x, HALF: tl.constexpr):
+    """What `_pairs` packed. No tl.join: it makes Triton choose another layout for the operands of tl.dot."""
+    x = tl.reshape(x, [x.shape[0], x.shape[1], 1]) >> (16 * tl.arange(0, 2))[None, None, :]
+    return x.to(tl.uint16).to(tl.float16 if HALF else tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def _load_x(
-    x_ptr, first, block, M, K, SLICES: tl.constexpr, ABREAST: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr
+    x_ptr, first, block, M, K,
+    SLICES: tl.constexpr, ABREAST: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """The columns of x that a block of the weight is multiplied with: a tuple with a tile for each 32 of them."""
     a = tl.arange(0, TILES * SLICES * ABREAST)[:, None]
@@ -202,15 +219,16 @@ def _load_x(
     found = ()
     for q in tl.static_range(COLUMNS // 32):
         k = (block + a // ABREAST % SLICES) * COLUMNS + q * 32 + i % 32
-        found += (tl.load(x_ptr + m * K + k, mask=(m < M) & (k < K), other=0.0),)
+        x = tl.load(x_ptr + m * K + k, mask=(m < M) & (k < K), other=0.0)
+        found += (x if PLAIN else _pairs(x),)
     return found
 
 
 @triton.jit
-def _two_of_x(x, BATCH: tl.constexpr, TILES: tl.constexpr, PLAIN: tl.constexpr):
+def _two_of_x(x, BATCH: tl.constexpr, TILES: tl.constexpr, HALF: tl.constexpr, PLAIN: tl.constexpr):
     """32 columns of x as the second operands of two products: ``[BATCH, 16, 8 * TILES]`` each."""
-    if PLAIN:
-        x = x.to(tl.float32)  # the interpreter's products of bfloat16 are wrong
+    # The interpreter's products of bfloat16 are wrong.
+    x = x.to(tl.float32) if PLAIN else _of_pairs(x, HALF)
     x = tl.reshape(x, [TILES, BATCH, 8, 4, 2, 2, 2])  # tile, batch, row, pair, product, half of the columns, in pair
     return tl.split(tl.reshape(tl.permute(x, [1, 5, 3, 6, 0, 2, 4]), [BATCH, 16, 8 * TILES, 2]))
 
@@ -228,7 +246,7 @@ def _added(
     ones = tl.full([BATCH, 16, 16], 1.0, tl.float32 if PLAIN else tl.float16 if HALF else tl.bfloat16)
     of_x = part
     for q in tl.static_range(columns // 32):
-        x, y = _two_of_x(xs[q], BATCH, TILES, PLAIN)
+        x, y = _two_of_x(xs[q], BATCH, TILES, HALF, PLAIN)
         part = tl.dot(_weights(numbers[2 * q], BATCH), x, part)
         part = tl.dot(_weights(numbers[2 * q + 1], BATCH), y, part)
         if ZEROS:
@@ -280,7 +298,7 @@ def _added_blocks(
 def _quantized(
     y_ptr, x_ptr, w_ptr, s_ptr, z_ptr, gate_w_ptr, gate_s_ptr, gate_z_ptr, bias_ptr, M, N, K, blocks, groups,
     SLICES: tl.constexpr, ABREAST: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
-    EARLY: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PLAIN: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """``y[M, N] = x[M, K] @ w[N, K].T``, and a bias; with a gate, ``silu(x @ gate.T) * y``."""
     C: tl.constexpr = 512 // BITS
@@ -303,27 +321,23 @@ def _quantized(
                 gate_w_ptr, gate_s_ptr, gate_z_ptr, tile, last, d * SLICES, blocks, groups,
                 SLICES, ABREAST, ROWS, C, GROUP, PARTS,
             ),)  # fmt: skip
-        if EARLY:
-            xs += (_load_x(x_ptr, first, d * SLICES, M, K, SLICES, ABREAST, TILES, C),)
+        xs += (_load_x(x_ptr, first, d * SLICES, M, K, SLICES, ABREAST, TILES, C, PLAIN),)
     for start in range(0, blocks, DEPTH * SLICES):
         # Work on the oldest block, and ask for another one in its registers. No register is copied: a copy would wait.
         next_w, next_g, next_xs = (), (), ()  # type: Any, Any, Any
         for d in tl.static_range(DEPTH):
-            block = start + d * SLICES
-            ahead = block + DEPTH * SLICES
-            x = xs[d] if EARLY else _load_x(x_ptr, first, block, M, K, SLICES, ABREAST, TILES, C)
-            totals = _added_blocks(totals, w[d], x, BATCH, ROWS, TILES, BITS, PARTS, zeros, half, PLAIN)
+            ahead = start + (DEPTH + d) * SLICES
+            totals = _added_blocks(totals, w[d], xs[d], BATCH, ROWS, TILES, BITS, PARTS, zeros, half, PLAIN)
             next_w += (_load_blocks(
                 w_ptr, s_ptr, z_ptr, tile, last, ahead, blocks, groups, SLICES, ABREAST, ROWS, C, GROUP, PARTS
             ),)  # fmt: skip
             if gated:
-                gates = _added_blocks(gates, g[d], x, BATCH, ROWS, TILES, BITS, PARTS, zeros, half, PLAIN)
+                gates = _added_blocks(gates, g[d], xs[d], BATCH, ROWS, TILES, BITS, PARTS, zeros, half, PLAIN)
                 next_g += (_load_blocks(
                     gate_w_ptr, gate_s_ptr, gate_z_ptr, tile, last, ahead, blocks, groups,
                     SLICES, ABREAST, ROWS, C, GROUP, PARTS,
                 ),)  # fmt: skip
-            if EARLY:
-                next_xs += (_load_x(x_ptr, first, ahead, M, K, SLICES, ABREAST, TILES, C),)
+            next_xs += (_load_x(x_ptr, first, ahead, M, K, SLICES, ABREAST, TILES, C, PLAIN),)
         w, g, xs = next_w, next_g, next_xs
     m = first + tl.arange(0, 8 * TILES)[None, :]
     for r in tl.static_range(ROWS):
@@ -459,6 +473,7 @@ class PackedWeight:
         words = torch.zeros(parts.shape[:-1], dtype=torch.int32, device=codes.device)
         for j in range(32 // bits):
             words |= parts[..., j].to(torch.int32) << bits * j
+        words = _halves(words)
         if zeros is not None:
             shapes(name, zeros=(zeros, (N, G), (torch.uint8, torch.int8, torch.int32, torch.int64)))
             if zeros.numel() and not 0 <= int(zeros.min()) <= int(zeros.max()) < 2**bits:
@@ -566,7 +581,8 @@ class PackedWeight:
     def codes(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return codes, scales and zero points as `from_codes` takes them."""
         (N, K), columns = self.shape, 512 // self.bits
-        parts = torch.stack([(self.words >> self.bits * j) & 2**self.bits - 1 for j in range(32 // self.bits)], -1)
+        words = _halves(self.words)
+        parts = torch.stack([(words >> self.bits * j) & 2**self.bits - 1 for j in range(32 // self.bits)], -1)
         tiles, blocks = parts.shape[:2]
         parts = parts.to(torch.uint8).view(tiles, blocks, 2, 8, 4, 2, 2, columns // 32, 2)
         codes = parts.permute(0, 5, 3, 1, 7, 4, 8, 2, 6).reshape(tiles * 16, blocks * columns)[:N, :K].contiguous()
@@ -600,6 +616,12 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None or (a.dtype, a.device) != (b.dtype, b.device):
         return False
     return torch.equal(a, b)
+
+
+def _halves(words: Tensor) -> Tensor:
+    """Lower halves of two neighbouring words in the first one, and upper halves in the second; or back again."""
+    a, b = words.unflatten(-1, (64, 2)).unbind(-1)
+    return torch.stack([(a & 0xFFFF) | (b << 16), ((a >> 16) & 0xFFFF) | (b & -0x10000)], -1).flatten(-2)
 
 
 def _by_tile(value: Tensor, tiles: int) -> Tensor:
@@ -743,9 +765,9 @@ def slices_of(tiles: int, blocks: int) -> int:
 def launch_config(M: int, slices: int) -> dict[str, Any]:
     """Constants of `_quantized` for so many rows of x: four or eight warps in a program, eight for more than 8 rows."""
     if M <= 8:
-        return {"SLICES": slices, "ABREAST": 1, "DEPTH": 8 // slices, "ROWS": 1, "TILES": 1, "EARLY": True}
+        return {"SLICES": slices, "ABREAST": 1, "DEPTH": 8 // slices, "ROWS": 1, "TILES": 1}
     # Two tiles of the weight share x in registers, and two more in the L1 cache.
-    return {"SLICES": slices, "ABREAST": 8 // slices, "DEPTH": 1, "ROWS": 2, "TILES": 2, "EARLY": False}
+    return {"SLICES": slices, "ABREAST": 8 // slices, "DEPTH": 1, "ROWS": 2, "TILES": 2}
 
 
 def _into(
