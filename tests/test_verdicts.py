@@ -1,5 +1,6 @@
 """Whether to write a kernel is decided by records alone: made-up ones here, whose answer is known."""
 
+import dataclasses
 import re
 import types
 
