@@ -594,7 +594,7 @@ def test_what_dynamo_makes_of_numpy_code(replayed):
 def test_a_lesson_on_numpy_code_has_times_of_the_cpu_and_of_the_gpu(replayed):
     page = lesson.open("plot_302_numpy_to_cuda")
     time, cpu, memory, *_ = page.verdict().text.splitlines()
-    assert re.search(r"in [\d.]+ s\. .* takes \d+ us of latency on a GPU", time) and "threads of the CPU" in cpu
+    assert re.search(r"in [\d.]+ s\. .* with arrays, and \d+ us if the points", time) and "threads of the CPU" in cpu
     assert "eager PyTorch allocates" in memory
     assert "compiled, 1 thread:" in page.threads().text and "#pragma omp" in page.threads().html
     assert "triton_poi" in page.generated().html

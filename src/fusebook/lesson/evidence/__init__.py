@@ -4,8 +4,6 @@ A module per lesson, of the lesson's name, defines:
 
 OPERATORS
     Names of its operators; the first one is the lesson's subject.
-CALLED
-    Optional: the function of the library that the lesson calls, where it is not named as the operator is.
 FRAMES
     What its claims read, by name: a `Recorded` or a `Measured`. ``sweep`` is the lesson's figure, ``steps`` its table.
 EXAMPLE

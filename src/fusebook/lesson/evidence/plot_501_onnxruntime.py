@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import html
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -293,9 +292,7 @@ class OnnxPage(Page):
     def _frame(self, name: str) -> pd.DataFrame:
         """What this run measures, or its record."""
         if name not in self.frames.known:
-            spec = FRAMES[name]
-            frame = measured(spec.name, spec.function)
-            self.frames.known[name] = spec.renamed(frame)
+            self.measure(FRAMES[name].function, FRAMES[name].name)
         return self.frames[name]
 
     @_or_banner
@@ -324,20 +321,7 @@ class OnnxPage(Page):
             {name: f"{value:.0f} us" for name, value in bars.items()},
             [name for name in bars if name.startswith("library")],
         )
-        links = [("fusebook.ort", "api"), ("evidence", f"evidence/{self.name}"), ("how times are measured", "method")]
-        linked = " · ".join(
-            f'<a href="{html.escape(address)}">{show.rich(text)}</a>'
-            for text, document in links
-            if (address := _numbers.site(document))
-        )
-        made = "".join(f'<p class="fb-verdict-line">{_numbers.joined([line])}</p>' for line in lines)
-        label = _numbers.origin(frame)
-        label = f"{label[:1].upper()}{label[1:]}."
-        return Shown(
-            f'<div class="fb-box fb-verdict-box"><div>{made}<p class="fb-box-claims">{show.rich(label)} {linked}</p>'
-            f"</div>{shown._repr_html_()}</div>",
-            "\n".join([*(_numbers.plainly([line]) for line in lines), f"({label})"]),
-        )._now()
+        return self._box(lines, shown, _numbers.origin(frame))
 
     @_or_banner
     def calls(self) -> Shown:
