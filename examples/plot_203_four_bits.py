@@ -286,7 +286,8 @@ page.check(matmul_tensor, *given)
 # take its columns in any order: here a lane's eight columns of x are
 # neighbours. Without ``num_stages=1`` Triton copies words to shared memory
 # first. The library's kernel asks for the next blocks before it works on
-# these, and reads a weight once for 16 rows:
+# these, and reads a weight once for 16 rows. Its codes are packed in pairs, so
+# it needs no ``prmt``.
 
 page.source("quantized_matmul", fold=True)
 
