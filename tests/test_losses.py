@@ -1002,8 +1002,8 @@ def test_a_compiled_step_computes_the_logits_once(biased):
         return make_boxed_func(graph)
 
     def step(h, head, bias):
-        loss = kernels.linear_cross_entropy_in_graph(h.neg(), head, target, bias=bias, rows=4, z_loss=0.5)
-        each = kernels.linear_cross_entropy_in_graph(h.neg(), head, target, bias=bias, reduction="none")
+        loss = fusebook.linear_cross_entropy(h.neg(), head, target, bias=bias, rows=4, z_loss=0.5)
+        each = fusebook.linear_cross_entropy(h.neg(), head, target, bias=bias, reduction="none")
         return 2 * loss, each.detach()
 
     torch.compiler.reset()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusebook.kernels.losses import linear_cross_entropy, linear_cross_entropy_in_graph
+from fusebook.kernels.losses import linear_cross_entropy
 from fusebook.kernels.norms import layer_norm, rms_norm
 from fusebook.kernels.products import swiglu
 from fusebook.kernels.quantized import VERSION, PackedWeight, quantize, quantized_matmul
@@ -205,7 +205,7 @@ class LinearCrossEntropyLoss(nn.Module):
         """Compute the loss of hidden states, given the class of each."""
         linear = self.linear
         given = hidden, linear.weight, target, self.weight
-        return linear_cross_entropy_in_graph(*given, bias=linear.bias, **self.options)
+        return linear_cross_entropy(*given, bias=linear.bias, **self.options)
 
     def extra_repr(self) -> str:
         """List the options that were given."""

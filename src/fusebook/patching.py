@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fusebook.kernels.elementwise import silu_mul, silu_mul_eager
-from fusebook.kernels.losses import linear_cross_entropy_in_graph
+from fusebook.kernels.losses import linear_cross_entropy
 from fusebook.kernels.norms import rms_norm, rms_norm_eager
 from fusebook.kernels.rope import rope, rope_eager
 
@@ -335,7 +335,7 @@ def _head(check: bool | None, rows: int) -> Callable[..., Tensor]:
         if target is None:
             return nn.functional.linear(input, self.weight, self.bias)
         options |= {"rows": rows, "check": check}
-        return linear_cross_entropy_in_graph(input, self.weight, target, bias=self.bias, **options)
+        return linear_cross_entropy(input, self.weight, target, bias=self.bias, **options)
 
     return forward
 

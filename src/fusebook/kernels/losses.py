@@ -1714,6 +1714,21 @@ def _keeps_logits(rows: int | None, h: Tensor, head: Tensor) -> bool:
     return _keeps(h.numel() // h.shape[-1], h.shape[-1], len(head), h.element_size())
 
 
+class _InGraph(torch.autograd.Function):
+    """The loss and its gradients in one pass, as torch.compile traces it: the backward pass scales the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rest: Any, *tensors: Any) -> Any:
+        loss, dh, dhead, dbias = _linear_all(*tensors, *rest, None)
+        ctx.save_for_backward(dh, dhead, dbias)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        dh, dhead, dbias = (d * g for d in ctx.saved_tensors)
+        return None, dh, dhead, dbias if ctx.needs_input_grad[3] else None, None, None
+
+
 def linear_cross_entropy(
     hidden: Tensor, head: Tensor, target: Tensor, weight: Tensor | None = None, *, bias: Tensor | None = None,
     reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
@@ -1750,7 +1765,7 @@ def linear_cross_entropy(
     -----
     Differentiable once; works under `torch.compile`. If a gradient is recorded, gradients are found in the forward
     pass, and the backward pass returns them. The logits are computed again by a second backward pass, by one without
-    reduction, by one under `torch.compile`, and in float16, where the loss is scaled first. In float16, logits of one
+    reduction, and in float16, where the loss is scaled first. In float16, logits of one
     chunk are kept for the first backward pass, unless they take more memory than `hidden` and `head`, or `rows` is
     given.
 
@@ -1771,6 +1786,8 @@ def linear_cross_entropy(
     plain = len(given) == 2 and all(type(t) in (Tensor, Parameter) for t in learned)
     plain = plain and not getattr(weight, "requires_grad", False)  # which is refused where gradients are recorded
     scaled = any(t.dtype == torch.float16 for t in given)
+    if recorded and plain and not scaled and reduction != "none" and torch.compiler.is_dynamo_compiling():
+        return _InGraph.apply(rest, hidden, head, bias, target, weight)  # type: ignore[no-any-return]
     if not recorded or not plain or watched() or (not _keeps_logits(rows, *given) if scaled else reduction == "none"):
         return _linear(hidden, head, bias, target, weight, *rest)
     count = 2 if bias is None else 3  # of gradients
@@ -1819,49 +1836,3 @@ def linear_cross_entropy_with_gradients(
     """
     rest = (reduction, ignore_index, label_smoothing, z_loss, softcap, check, rows)
     return _linear_all(hidden, head, bias, target, weight, *rest, None)[: 3 if bias is None else 4]
-
-
-class _InGraph(torch.autograd.Function):
-    """The loss and its gradients in one pass, as torch.compile traces it: the backward pass scales the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, rest: Any, *tensors: Any) -> Any:
-        loss, dh, dhead, dbias = _linear_all(*tensors, *rest, None)
-        ctx.save_for_backward(dh, dhead, dbias)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        dh, dhead, dbias = (d * g for d in ctx.saved_tensors)
-        return None, dh, dhead, dbias if ctx.needs_input_grad[3] else None, None, None
-
-
-def linear_cross_entropy_in_graph(
-    hidden: Tensor, head: Tensor, target: Tensor, weight: Tensor | None = None, *, bias: Tensor | None = None,
-    reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, rows: int | None = None, check: bool | None = None,
-) -> Tensor:  # fmt: skip
-    """`linear_cross_entropy`; under torch.compile, a step of training computes the logits once, too.
-
-    Gradients are then found whenever one is recorded. A second backward pass needs no other logits.
-
-    Parameters
-    ----------
-    hidden, head, target, weight, bias, reduction, ignore_index, label_smoothing, z_loss, softcap, rows, check
-        As of `linear_cross_entropy`.
-
-    Returns
-    -------
-    torch.Tensor
-        As of `linear_cross_entropy`.
-    """
-    rest = (reduction, ignore_index, label_smoothing, z_loss, softcap, check, rows)
-    if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled() and reduction != "none":
-        low = lowered(hidden, head, *([] if bias is None else [bias]))
-        if low[0].dtype != torch.float16 and any(t.requires_grad for t in low):
-            bias = None if bias is None else low[2]
-            return _InGraph.apply(rest, low[0], low[1], bias, target, weight)  # type: ignore[no-any-return]
-    return linear_cross_entropy(
-        hidden, head, target, weight, bias=bias, reduction=reduction, ignore_index=ignore_index,
-        label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, rows=rows, check=check,
-    )  # fmt: skip
