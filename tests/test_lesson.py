@@ -845,7 +845,7 @@ def a_gpu(monkeypatch, replayed):
     monkeypatch.setattr(training, "SHAPES", ((2, 3, 2, 8, 0, 37),))
     kinds = {f"{kind}, ms": 0.1 for kind in [*training.KINDS, training.OTHER]}
     trained = pd.DataFrame({"implementation": [*training.IMPLEMENTATIONS], "model": "Llama", "tokens": 2048, **kinds})
-    trained = trained.assign(ms=1.0, peak_bytes=2.0**30)
+    trained = trained.assign(ms=1.0, first_s=2.0, peak_bytes=2.0**30)
     few = {"training": trained, "losses": trained.rename(columns={"implementation": "run"}), "gradients": trained}
     for name, frame in {**few, "gradient": trained}.items():
         spec = dataclasses.replace(training.FRAMES[name], function=lambda frame=frame: frame)

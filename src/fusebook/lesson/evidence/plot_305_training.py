@@ -180,7 +180,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Any], Run]] = {
 }
 if "recompute" in inspect.signature(fusebook.patch).parameters:
     IMPLEMENTATIONS["Fusebook, recompute"] = functools.partial(_patched, recompute=True)
-#: Implementations that are measured with every model and length; Liger with every length.
+#: Implementations that are measured with two models and every length, as is Liger.
 EVERYWHERE = ("eager", "Fusebook")
 #: Whose kernels are listed.
 PROFILED = ("eager", "Fusebook", "torch.compile", "torch.compile, no mask", "Fusebook, compiled")
@@ -271,7 +271,7 @@ def _row(name: str, model: str, tokens: int, blocks: int = 3, each: int = 3, **s
 
 def alone() -> None:
     """Print the rows of Liger, whose patch changes transformers' classes: in a process that ends then."""
-    rows = [_row("Liger", next(iter(MODELS)), tokens) for tokens in LENGTHS]
+    rows = [_row("Liger", model, tokens) for model in [*MODELS][:2] for tokens in LENGTHS]
     print(json.dumps(rows))
 
 
@@ -489,7 +489,16 @@ class TrainingPage(_memory.MemoryPage):
             f"{_numbers.origin(frame)}",
             fold=False,
         )
-        install = [*_numbers.install(), "`fusebook.patch` needs `pip install transformers`, version 4.57 or later."]
+        first = _point(frame).filter(like="compile", axis=0)["first_s"]
+        left = (
+            "Rows with torch.compile, and that of `recompute=True`, are for one model and length: a first step with "
+            f"torch.compile takes {first.min():.0f} to {first.max():.0f} seconds, and more with more layers."
+        )
+        install = [
+            left,
+            *_numbers.install(),
+            "`fusebook.patch` needs `pip install transformers`, version 4.57 or later.",
+        ]
         return Shown(f"{made._repr_html_()}<p>{_numbers.joined(install)}</p>", _numbers.plainly(install))._now()
 
     def _staircase(self, frame: pd.DataFrame, steps: Mapping[str, Callable[..., Any]]) -> tuple[pd.DataFrame, str]:
@@ -732,7 +741,7 @@ CLAIMS = (
         "It takes {least:.2f} to {most:.2f} of the time with Liger's patch.",
         lambda frames: (wide := _wide(frames["training"], "ms"))["Fusebook"] / wide.get("Liger", float("nan")),
         "< 1",
-        "a Llama with sequences of 2048 and 512 tokens, bfloat16",
+        _CASES,
     ),
     Claim(
         "each-saves",
@@ -846,9 +855,10 @@ LOG = (
     "come before the clock. A step's time is the median of three blocks of three steps, by the host's clock.",
     "Liger's patch changes the classes of transformers for the whole process, so its rows come from a process that "
     "ends then. `fusebook.patch` changes one model.",
-    "`torch.compile` was measured with one model at one length, as its first step takes long. Before torch 2.14, "
-    "transformers makes a mask of the causal order while it is compiled, and attention then takes a slower kernel. *No "
-    "mask* is an attention of the same code for which transformers makes no mask.",
+    "Rows with `torch.compile`, and the one of `recompute=True`, are for one model and length. A first step with it "
+    "takes long, and the second model has 28 layers. Before torch 2.14, transformers makes a mask of the causal order "
+    "while it is compiled, and attention then takes a slower kernel. *No mask* is an attention of the same code for "
+    "which transformers makes no mask.",
     "Kernels are sorted by their names. In an eager step, those of norms, rotary embedding and MLP's product have the "
     "same names as other elementwise kernels, so they are not separate.",
     "Two eager runs can give the same bits, so they show no spread. Another order of sequences changes sums over "
