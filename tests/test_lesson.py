@@ -49,6 +49,7 @@ WAITING = {
         *("descriptors-gain", "persistent-gain", "dependent-gain", "steps-correct", "no-spills", "views-reached"),
         "library-best-step",
     },
+    "plot_307_moving_centres": {"registers-gain", "parts-cost", "one-pass-gain", "steps-correct"},
     "plot_308_scikit_learn": {"loop-gain", "ahead-gain", "steps-correct"},
 }
 
@@ -865,6 +866,12 @@ def a_gpu(monkeypatch, replayed):
     monkeypatch.setattr(evidence.load("plot_202_swiglu"), "SHAPES", ((66, 64, 64), (1, 64, 64)))
     monkeypatch.setattr(evidence.load("plot_103_scatter_nd"), "SHAPES", ((16, 32, 32), (40, 32, 20)))
     monkeypatch.setattr(evidence.load("plot_303_kmeans"), "SHAPES", ((300, 2, 2),))
+    moving = evidence.load("plot_307_moving_centres")
+    monkeypatch.setattr(moving, "SHAPES", ((300, 2, 2),))
+    apart = pd.DataFrame({"n": [9], "d": 2, "k": 3, "assign": 1.0, "one iteration": 1.0, "same of 100": 100})
+    apart["both, two calls"] = 2.0
+    spec = dataclasses.replace(moving.FRAMES["interleaved"], function=lambda: apart)
+    monkeypatch.setitem(moving.FRAMES, "interleaved", spec)
     filtered = evidence.load("plot_306_tf32_filter")
     monkeypatch.setattr(filtered, "SHAPES", ((70, 20, 30),))
     alone = pd.DataFrame({"n": [9], "d": 2, "k": 3, "fusebook": 1.0, "bare product": 1.0})
@@ -1007,6 +1014,7 @@ def test_a_page_that_is_run_for_its_counters_launches_its_steps_alone(a_gpu, mon
             {"logistic_fit", "logistic_step", "pages/logistic_steps", "pages/logistic_seconds"},
         ),
         ("plot_303_kmeans", {"kmeans_assign", "kmeans_update", "kmeans_step", "pages/kmeans_teaching"}),
+        ("plot_307_moving_centres", {"pages/kmeans_update_steps", "pages/kmeans_iteration"}),
         ("plot_306_tf32_filter", {"pages/kmeans_screen_steps", "pages/kmeans_product"}),
         ("plot_308_scikit_learn", {"pages/kmeans_end", "pages/kmeans_loops"}),
         ("plot_304_adamw", {"adamw_step", *(f"pages/adamw_{name}" for name in ("steps", "host", "walk", "billion"))}),

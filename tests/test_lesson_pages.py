@@ -41,6 +41,7 @@ each = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 SMALL = {
     **dict.fromkeys(("plot_302_numpy_to_cuda", "plot_303_kmeans"), (300, 2, 2)),
     "plot_306_tf32_filter": (150, 20, 70),
+    "plot_307_moving_centres": (300, 2, 3),
     "plot_308_scikit_learn": (300, 2, 3),
 }
 

@@ -374,12 +374,14 @@ def passes(chunks: int) -> Shown:
     return _drawing(caption, told, 160, parts)
 
 
-def partial_sums(rows: int, programs: int) -> Shown:
+def partial_sums(rows: int, programs: int, row: str = "row", result: str = "dw") -> Shown:
     """Programs that each own several rows: their partial sums stay in registers, and are added at the end.
 
     Parameters
     ----------
     rows, programs : int
+    row, result : str
+        What a row is called, and what their sums become.
     """
     turns = rows // programs
     width = (_WIDTH - _LEFT - 10) / (turns + 2)
@@ -388,7 +390,7 @@ def partial_sums(rows: int, programs: int) -> Shown:
     for p in range(programs):
         y = 20.0 + 30 * p
         parts.append(_text(_LEFT - 8, y + 15, f"program {p}", "end"))
-        for i, name in enumerate([*(f"row {p + i * programs}" for i in range(turns)), f"part {p}"]):
+        for i, name in enumerate([*(f"{row} {p + i * programs}" for i in range(turns)), f"part {p}"]):
             x = _LEFT + i * width
             parts += [_box(x + 2, y, width - 16, 22, _BLUE if i < turns else _AMBER)]
             parts += [
@@ -397,10 +399,10 @@ def partial_sums(rows: int, programs: int) -> Shown:
             ]
     x, height = _LEFT + (turns + 1) * width, 30.0 * programs
     parts += [_box(x + 2, 20, width - 16, height - 8, _AMBER)]
-    parts.append(_text(x + width / 2 - 6, 21 + height / 2, "dw", "middle"))
-    told = [f"program {p} owns rows {', '.join(map(str, range(p, rows, programs)))}" for p in range(programs)]
-    told += ["each keeps its part of dw in registers", "another kernel waits for all parts and adds them"]
-    caption = "A program keeps its part of dw in registers and waits for no other. Kernel 2 waits for all parts."
+    parts.append(_text(x + width / 2 - 6, 21 + height / 2, result, "middle"))
+    told = [f"program {p} owns {row}s {', '.join(map(str, range(p, rows, programs)))}" for p in range(programs)]
+    told += [f"each keeps its part of {result} in registers", "another kernel waits for all parts and adds them"]
+    caption = f"A program keeps its part of {result} in registers and waits for no other. Kernel 2 waits for all parts."
     return _drawing(caption, told, 20 + height, parts)
 
 

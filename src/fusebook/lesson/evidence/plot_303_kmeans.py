@@ -106,7 +106,6 @@ FRAMES: dict[str, Any] = {
     "step": Recorded("kmeans_step", "plane,wide", "float32", _ITERATIONS),
     "steps": _Steps("kmeans_teaching", _OLDER),
     "counters": Measured("kmeans_counters", _OLDER),
-    "iteration": Measured("kmeans_iteration"),
 }
 
 
@@ -151,12 +150,6 @@ def _checked(frames: Frames) -> pd.Series:
     us = frames["sweep"].pivot_table("latency_us", "labels", "variant", sort=False)
     ratio: pd.Series = us["fusebook, checked"] / us["fusebook"]
     return ratio
-
-
-def _of_plane(frames: Frames, what: str) -> pd.Series:
-    """Time over that of the assignment, for 20 million points."""
-    rows = tables.where(frames["iteration"], d=2)
-    return rows[what] / rows["assign"]
 
 
 # Claims ---------------------------------------------------------------------------------------------------------------
@@ -284,46 +277,6 @@ CLAIMS = (
             "one": (sectors := _counted(frames, "sectors"))["one_pass"],
             "two": sectors["pairs"],
         },
-    ),
-    # The update and an iteration: page 307
-    Claim(
-        "update-fastest",
-        "From a million points on, the update takes at most {most:.2f} times as long as the fastest other "
-        "implementation.",
-        lambda frames: tables.behind(tables.where(frames["update"], n=[1_000_000, 20_000_000]))["times as long"],
-        "<= 1.02",
-        "20 million points in the plane, 1,000,000 x 64 by 256 centres, even and skewed; float32, GPU time, cold L2",
-    ),
-    Claim(
-        "target-two-calls",
-        "Assignment and update, two calls, take at most 2.2 times as long as the assignment: {median:.2f} times.",
-        lambda frames: _of_plane(frames, "both, two calls"),
-        "<= 2.2",
-        _INT64,
-        kind="target",
-    ),
-    Claim(
-        "target-one-pass",
-        "An iteration in one pass takes at most 1.5 times as long as the assignment: {median:.2f} times.",
-        lambda frames: _of_plane(frames, "one iteration"),
-        "<= 1.5",
-        _INT64,
-        kind="target",
-    ),
-    Claim(
-        "same-bits",
-        "A hundred iterations of the same points give the same bits.",
-        lambda frames: frames["iteration"].set_index(["n", "d", "k"])["same of 100"],
-        "== 100",
-        "20 million points in the plane and two centres; 1,000,000 x 64 and 256 centres; float32",
-    ),
-    Claim(
-        "counters-iteration",
-        "An iteration in one pass reads the bytes of the points once, and two calls read {two:.2f} times as many.",
-        lambda frames: abs(_counted(frames, "read")[["one iteration"]] - 1),
-        "< 0.02",
-        _COUNTERS + "; distance of one pass from 1",
-        numbers=lambda frames: {"two": _counted(frames, "read")["two calls"]},
     ),
 )
 
