@@ -4,7 +4,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fusebook import page
 from fusebook.measure.op import Cost
 from fusebook.page import draw
 
@@ -28,13 +27,6 @@ def widths(drawing):
     return [float(box.get("width")) for box in parts(drawing, "rect")]
 
 
-def test_rounds_of_tiles_are_as_full_as_they_are():
-    drawing = page.draw.waves("Tiles & rounds", 576, 132)
-    assert told(drawing).endswith("round 4: 132 of 132; round 5: 48 of 132; 5 rounds for the work of 4.36.")
-    assert widths(drawing)[-1] / widths(drawing)[0] == pytest.approx(48 / 132, rel=1e-3)
-    assert told(draw.waves("", 132, 132)) == "round 1: 132 of 132; 1 round for the work of 1.00."
-
-
 def test_bytes_are_as_long_as_they_are_many():
     drawing = draw.traffic("Traffic", {"eager": Cost(5_000_000, 3_000_000, 0), "fused": Cost(1_000_000, 1_000_000, 0)})
     read, write, least, _ = widths(drawing)
@@ -47,17 +39,6 @@ def test_every_update_reaches_its_row_or_none():
     assert len(parts(drawing, "line")) == 3
     assert "row 3 is u0 + u2" in told(drawing) and "row 0 is zeros" in told(drawing)
     assert told(drawing).endswith("masked, and nowhere: update 1.")
-
-
-def test_vectors_are_a_rows_own_but_for_the_first_and_the_last():
-    drawing = draw.vectors("Vectors", 1, 781, 8)
-    assert told(drawing) == (
-        "vector 97: 5 of row 0, 3 of row 1; vector 98: 8 of row 1; vectors 99 to 194: row 1 alone; "
-        "vector 195: 2 of row 1, 6 of row 2."
-    )
-    filled = [box.get("fill") != "none" for box in parts(drawing, "rect")]
-    assert filled == [False] * 5 + [True] * 13 + [False] * 6
-    assert told(draw.vectors("", 0, 8, 4)) == "vector 0: 4 of row 0; vector 1: 4 of row 0."
 
 
 def test_lanes_are_told_in_their_order_and_waiting_is_drawn_empty():
@@ -77,8 +58,6 @@ def test_no_word_leaves_its_drawing():
         draw.traffic("", costs),
         draw.lanes("", spans),
         draw.owners("", [0, 1, 2, 0, 0], 3),
-        draw.waves("", 999, 132),
-        draw.vectors("", 999, 781, 8),
     )
     for drawing in made:  # a wide sans serif of 12 pixels
         right = float(ElementTree.fromstring(drawing._repr_html_())[0].get("viewBox").split()[2])

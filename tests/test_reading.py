@@ -60,7 +60,7 @@ def test_imports_and_harness_are_folded_and_kernels_are_not():
     assert folds(page, 'claims(claim("It is so", taken > 1))') == ["how this was decided (1 line)"]
     assert folds(page, "y = softmax_one_row(torch.rand(3))\ny") == [""]
     assert folds(page, "plots.lines(\n    taken\n)") == ["how this was drawn (3 lines)"]
-    assert folds(page, 'draw.waves("Tiles", 576, 132)') == ["how this was drawn (1 line)"]
+    assert folds(page, 'draw.owners("Owners", keys, 5)') == ["how this was drawn (1 line)"]
 
 
 def test_what_only_prepares_a_harness_goes_with_it_and_functions_do_not():

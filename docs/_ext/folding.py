@@ -25,7 +25,7 @@ DOES = {
     "checked": ("check", "exercise", "judge", "judged", "yardstick"),
     "tabulated": ("DataFrame", "downloads", "table", "tables"),
     "drawn": ("draw", "matplotlib", "plots", "plt", "subplots"),
-    "decided": ("by_clock", "claim", "claims", "holds", "target"),
+    "decided": ("claim", "claims", "holds", "target"),
     "shown": ("Folded", "Listing", "Source", "Tabs", "provenance", "solution"),
 }
 _MARK = re.compile(r"# site: (open|fold)")

@@ -22,8 +22,8 @@ with extra("book"):
 
 
 __all__ = [
-    "CONTROLS", "KINDS", "WITHIN", "alike", "behind", "clocks", "column", "dims", "harmless", "label", "losses",
-    "number", "paid", "pays_from", "pretty", "ratio", "share", "shares", "staircase", "standing", "timed", "times",
+    "CONTROLS", "KINDS", "WITHIN", "alike", "behind", "column", "dims", "harmless", "label", "losses",
+    "number", "paid", "pays_from", "pretty", "ratio", "share", "staircase", "standing", "timed", "times",
     "together", "where",
 ]  # fmt: skip
 
@@ -237,56 +237,6 @@ def share(df: pd.DataFrame, variant: str, of: str = "copy", kind: str = "cold") 
     return result[ceilings[of]] / result[column(kind)]
 
 
-def shares(df: pd.DataFrame, kind: str = "cold") -> pd.DataFrame:
-    """What each variant reaches, how right it is and what it takes, over all points of `df`.
-
-    Parameters
-    ----------
-    kind : str
-        ``cold`` or ``warm``.
-
-    Returns
-    -------
-    pandas.DataFrame
-        A row a variant: points measured; median and least share of roof and of copy, in percent; the worst score as a
-        part of its limit; whether every point was bitwise the same twice, and each row whatever number of rows it comes
-        with, where an operator has rows; the most memory beyond the inputs, in MB; the longest first call in seconds;
-        and what was not timed, counted by reason, where anything was not.
-    """
-    rows = {}
-    df = _points(df)
-    for name in dict.fromkeys(df["variant"]):
-        of = df[df["variant"] == name]
-        clocked = timed(of, kind)
-        roof, copy = (clocked[name] / clocked[column(kind)] * 100 for name in ("roof_us", _copy(kind)))
-        judged = of[of["error"].notna()]
-        left = of.loc[of["status"] != "ok", "status"].value_counts()
-        rows[name] = {
-            "points": len(clocked),
-            "% of roof": roof.median(),
-            "least % of roof": roof.min(),
-            "% of copy": copy.median(),
-            "least % of copy": copy.min(),
-            "worst error / limit": (judged["error"] / judged["tolerance"]).max(),
-            "same bits twice": _always(of, "deterministic"),
-            "rows alone": _always(of, "alone"),
-            "peak MB": of["peak_bytes"].max() / 1e6,
-            "first call, s": of["first_call_s"].max(),
-            "not timed": ", ".join(f"{n} {reason}" for reason, n in left.items()),
-        }
-    table = pd.DataFrame.from_dict(rows, orient="index")
-    table.index.name = "variant"
-    table.attrs["best"] = {name: "most" for name in table if "%" in str(name)}
-    silent = [name for name in ("rows alone",) if table[name].isna().all()]
-    return table.drop(columns=silent if (table["not timed"] != "").any() else [*silent, "not timed"])
-
-
-def _always(df: pd.DataFrame, column: str) -> bool | None:
-    """Whether a column says yes wherever it says anything; None where it never does."""
-    said = df.loc[df[column].isin(["yes", "no"]), column] if column in df else pd.Series()
-    return None if said.empty else bool((said == "yes").all())
-
-
 def losses(df: pd.DataFrame, variant: str = "fusebook", kind: str = "cold") -> pd.DataFrame:
     """The points at which another variant is faster: what a page that shows only wins would hide.
 
@@ -394,22 +344,6 @@ def standing(df: pd.DataFrame) -> pd.DataFrame:
     result = pd.DataFrame.from_dict(rows, orient="index")
     result.index.name = "clock"
     return result
-
-
-def clocks(df: pd.DataFrame) -> pd.DataFrame:
-    """Median times by every clock, side by side, in microseconds.
-
-    A row a point and variant; columns ``cold``, ``warm``, ``host``, ``call`` and ``paid``, see `paid`. A clock that the
-    record lacks is an empty column.
-    """
-    df = _points(df)
-    df = df[df["status"] == "ok"]
-    for kind in KINDS:
-        df = _with(df, kind)
-    table = df.set_index([*_keys(df), "variant"])[[column(kind) for kind in KINDS]]
-    table = table.set_axis(list(KINDS), axis=1)
-    table.attrs["best"] = dict.fromkeys(KINDS, "least")
-    return table
 
 
 def staircase(

@@ -11,13 +11,12 @@ from typing import Any
 import pandas as pd
 import torch
 
-from fusebook import tables
 from fusebook.measure import check
 from fusebook.measure.op import Cost, Op
 from fusebook.page import _place
-from fusebook.page.show import Folded, Shown, rich, table
+from fusebook.page.show import Shown, rich
 
-__all__ = ["Claims", "by_clock", "claim", "claims", "every_clock", "exercise", "holds", "say", "target"]
+__all__ = ["Claims", "claim", "claims", "exercise", "holds", "say", "target"]
 
 
 # Prose ----------------------------------------------------------------------------------------------------------------
@@ -233,63 +232,6 @@ _CLOCKS = {
     "paid": "In an eager program of many calls, each of which takes the longer of the host's time and the device's",
     "call": "By the clock of one call that is waited for",
 }
-
-
-def by_clock(df: pd.DataFrame) -> Claims:
-    """What ours is worth by each clock, the caller's among them: where it wins, loses, and from where on it pays.
-
-    Parameters
-    ----------
-    df : pandas.DataFrame
-        Results of one operator; ours is compared with all others in it, see `fusebook.tables.alike`.
-
-    Returns
-    -------
-    Claims
-        A sentence a clock. A clock that the record lacks is said to be missing.
-    """
-    standing = tables.standing(df)
-    lost = {kind: set(tables.losses(df, kind=kind).index) for kind in _CLOCKS}
-    told = []
-    for kind, by in _CLOCKS.items():
-        row = standing.loc[kind]
-        if not row["points"]:
-            told.append(say("{by}: not measured, the results lack a clock that it needs.", by=by))
-            continue
-        text = (
-            "{by}, fusebook is faster than every other way by more than 2 % at {faster} of {points} sizes, and slower "
-            "than the best at {slower}"
-        )
-        start = tables.pays_from(df, kind) if kind != "cold" else None
-        if start == "":
-            text += ", even at the largest of those at which it is not slower on the device."
-        elif kind != "cold" and lost[kind] and lost[kind] <= lost["cold"]:
-            text += ", where it is slower on the device, too."
-        elif start and row["slower"]:
-            start = start.partition(" (")[0]  # without the least time that it needs
-            text += ". From {start} on, ordered by size, it is slower " + (
-                "only where it is slower on the device, too." if lost["cold"] else "nowhere."
-            )
-        else:
-            text += "."
-        told.append(say(text, by=by, start=start, **row[["faster", "points", "slower"]]))
-    return claims(*told)
-
-
-def every_clock(df: pd.DataFrame) -> Folded:
-    """The tables behind `by_clock`, on demand: every way by every clock, and each point that a caller loses.
-
-    Parameters
-    ----------
-    df : pandas.DataFrame
-        As of `by_clock`.
-    """
-    return Folded(
-        "Every way by every clock, and each loss",
-        table(tables.clocks(df), "Every way by every clock, in microseconds", fold=False),
-        table(tables.losses(df, kind="paid"), "Where another way is faster for an eager program", fold=False),
-        table(tables.losses(df, kind="call"), "Where another way is faster by a call, waited for", fold=False),
-    )
 
 
 def exercise(

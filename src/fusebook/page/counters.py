@@ -21,7 +21,7 @@ import torch
 from fusebook.page import _place
 from fusebook.page.results import NoResults, measured
 
-__all__ = ["by_step", "counters"]
+__all__ = ["counters"]
 
 Steps = Callable[[], Mapping[str, Callable[[], Any]]]
 
@@ -77,41 +77,6 @@ def counters(name: str, steps: Steps, script: str = "", code_of: Sequence[Any] =
     nothing = pd.DataFrame(columns=["step", "kernel", *COUNTERS.values()])
     nothing.attrs["compared"] = 0
     return nothing
-
-
-def by_step(seen: pd.DataFrame, of: float | Mapping[str, float], what: str) -> pd.DataFrame:
-    """What `counters` saw, one row a step: the bytes of all its kernels, and the rest of the one that reads most.
-
-    Parameters
-    ----------
-    seen : pandas.DataFrame
-        Of `counters`, and perhaps empty.
-    of : float or mapping
-        Bytes that stand for one, by step where they differ.
-    what : str
-        What these bytes are, for the names of two columns.
-
-    Returns
-    -------
-    pandas.DataFrame
-        By step: ``kernels``, how many; ``read, <what>`` and ``written, <what>``; ``sectors a load`` and
-        ``occupancy, %``.
-    """
-    steps = seen.astype({counter: float for counter in COUNTERS.values()}).groupby("step", sort=False)
-    moved = steps[["read", "written"]].sum()
-    one = pd.Series(of).reindex(moved.index) if isinstance(of, Mapping) else of
-    largest = seen.loc[steps["read"].idxmax()].set_index("step")
-    frame = pd.DataFrame(
-        {
-            "kernels": steps.size(),
-            f"read, {what}": moved["read"] / one,
-            f"written, {what}": moved["written"] / one,
-            "sectors a load": largest["sectors"],
-            "occupancy, %": largest["occupancy"],
-        }
-    )
-    frame.attrs.update(seen.attrs)
-    return frame
 
 
 def _run(steps: Mapping[str, Callable[[], Any]]) -> None:

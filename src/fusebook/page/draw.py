@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from fusebook.measure.op import Cost
 from fusebook.page.show import Shown, rich
 
-__all__ = ["lanes", "owners", "traffic", "vectors", "waves"]
+__all__ = ["lanes", "owners", "traffic"]
 
 #: So narrow that words are read on a telephone, too, where all of it is shrunk to the width of the text.
 _WIDTH = 440
@@ -130,60 +130,6 @@ def owners(caption: str, keys: Sequence[int], rows: int) -> Shown:
     if lost:
         told.append(f"masked, and nowhere: update {', '.join(lost)}")
     return _drawing(caption, told, height, parts)
-
-
-def vectors(caption: str, row: int, length: int, vector: int) -> Shown:
-    """The whole vectors by which a row is read: its own numbers are filled, those of its neighbours are not.
-
-    Parameters
-    ----------
-    row : int
-        Which row, of rows that lie one behind the other.
-    length, vector : int
-        The numbers of a row and of a vector.
-    """
-    begin, end = row * length, (row + 1) * length
-    first, last = begin // vector, (end - 1) // vector
-    step, bar, top = 120.0 / vector, 20.0, 22.0
-    parts, told = [], []
-    for i, x in {first: 10.0, first + 1: 144.0, last: 310.0}.items():
-        at = range(i * vector, (i + 1) * vector)
-        parts.append(_text(x + 60, top - 6, f"vector {i}", "middle"))
-        of = {r: [k for k in at if k // length == r] for r in (row - 1, row, row + 1)}
-        for r, mine in ((r, mine) for r, mine in of.items() if mine):
-            left = x + step * (mine[0] - at.start)
-            for j in range(len(mine)):
-                parts.append(_box(left + step * j, top, step, bar, _BLUE if r == row else _AMBER, r == row))
-            parts.append(_text(left + step * len(mine) / 2, top + bar + 16, f"row {r}", "middle"))
-        told.append(f"vector {i}: " + ", ".join(f"{len(mine)} of row {r}" for r, mine in of.items() if mine))
-    if last > first + 2:
-        parts.append(_text(287, top + 15, "...", "middle"))
-        told.insert(2, f"vectors {first + 2} to {last - 1}: row {row} alone")
-    return _drawing(caption, told, top + bar + 24, parts)
-
-
-def waves(caption: str, tiles: int, places: int) -> Shown:
-    """Tiles in rounds of as many as run at once.
-
-    Parameters
-    ----------
-    places : int
-        How many run at once, one for each multiprocessor for example.
-    """
-    left, step, bar = 62.0, 28.0, 22.0
-    rounds = -(-tiles // places)
-    full = _WIDTH - left - 130
-    parts, told = [], []
-    for i in range(rounds):
-        mine = min(places, tiles - i * places)
-        y = 4 + step * i
-        parts.append(_text(left - 10, y + 16, f"round {i + 1}", "end"))
-        parts.append(_box(left, y, full, bar, _AMBER, False))
-        parts.append(_box(left, y, full * mine / places, bar, _BLUE))
-        parts.append(_text(left + full + 10, y + 16, f"{mine} tiles of {places}"))
-        told.append(f"round {i + 1}: {mine} of {places}")
-    told.append(f"{rounds} round{'s' * (rounds > 1)} for the work of {tiles / places:.2f}")
-    return _drawing(caption, told, step * rounds + 8, parts)
 
 
 def traffic(caption: str, costs: Mapping[str, Cost]) -> Shown:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import base64
-import hashlib
 import html
 import inspect
 import io
@@ -14,7 +13,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = [
-    "Folded", "Kernels", "Listing", "Source", "Tabs", "downloads", "environment", "lines_behind", "lines_of",
-    "provenance", "solution", "sortable", "table",
+    "Folded", "Kernels", "Listing", "Source", "downloads", "environment", "lines_behind", "lines_of", "provenance",
+    "solution", "sortable", "table",
 ]  # fmt: skip
 
 
@@ -483,28 +482,6 @@ class Listing(Shown):
         shown = _coloured(text, language) if language else html.escape(text)
         super().__init__(f'<div class="highlight notranslate"><pre tabindex="0">{shown}</pre></div>', text)
         self._now()
-
-
-class Tabs(Shown):
-    """The same thing said in several ways, side by side: tabs on the site, one under the other elsewhere.
-
-    Parameters
-    ----------
-    parts : mapping of str to object
-        By the name of its tab, what a block could end in: a `Source`, a `Listing`.
-    """
-
-    def __init__(self, parts: Mapping[str, Any]) -> None:
-        shown = {name: part._repr_html_() for name, part in parts.items()}
-        group = "fb-tab-" + hashlib.sha256(repr(shown).encode()).hexdigest()[:8]
-        tabs = "".join(
-            f'<input type="radio" name="{group}" id="{group}-{i}"{"" if i else " checked"}>'
-            f'<label for="{group}-{i}">{rich(name)}</label><div class="fb-tab">{part}</div>'
-            for i, (name, part) in enumerate(shown.items())
-        )
-        below = "".join(f"<p><strong>{rich(name)}</strong></p>{part}" for name, part in shown.items())
-        text = "\n\n".join(f"# {name}\n{part!r}" for name, part in parts.items())
-        super().__init__(f'<div class="fb-tabs">{tabs}</div>' if _place.sphinx() else below, text)
 
 
 def _plain(function: Any) -> Any:
