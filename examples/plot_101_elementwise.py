@@ -59,8 +59,10 @@ page.traffic(eager=add_sub_eager, fused=4)
 #
 # We begin with a single operation, ``x * y``. In CUDA C, a kernel is what one
 # thread does with one element. In Triton it is what one *program* does with a
-# block of elements, and the compiler deals them to 128 threads. Each program
-# asks for its number, and computes from it which elements it owns.
+# block of elements. A launch starts many programs, each a CUDA thread block.
+# By default it has 128 threads, to which the compiler assigns the elements.
+# From its number, ``tl.program_id(0)``, a program computes which elements it
+# owns.
 
 page.picture.blocks(size=20, block=8)
 
@@ -94,8 +96,8 @@ product.check(grid, x, y)
 # ``tl.constexpr`` is a constant of the compiled kernel. A block of 512 is a
 # power of two, so each of 128 threads loads four adjacent float32 elements, 16
 # bytes, by one instruction. In CUDA C you write that by hand. With one element
-# per thread, a load fetches 4 bytes, so fewer bytes are in flight. One
-# operation alone has nothing to fuse, so this step gains nothing.
+# per thread, a load fetches 4 bytes, so a thread waits for fewer bytes at a
+# time. One operation alone has nothing to fuse, so this step gains nothing.
 
 # %%
 # .. _elementwise-strides:
@@ -103,12 +105,13 @@ product.check(grid, x, y)
 # Step 2: strides {gain strided at N=8192}
 # ----------------------------------------
 #
-# Step 1 takes memory in its order. A transposed matrix is a *view*: the same
-# memory with other *strides*. These are the distances from a row to the next
-# and from a column to the next. Step 1 would multiply the wrong elements. Here
-# program *i* owns row *i*, and finds its elements by the strides. A row that
-# is used for all rows has a stride of zero. Strides gain no time: they make
-# the kernel correct for views.
+# Step 1 reads the elements in the order in which they are in memory. A
+# transposed matrix is a *view*: the same memory with other *strides*, the
+# distances from a row to the next and from a column to the next. If one
+# operand is transposed, step 1 multiplies the wrong elements. Here program *i*
+# owns row *i*, and finds its elements by the strides. A row that is broadcast
+# to all rows has a stride of zero. Strides gain no time: they make the kernel
+# correct for views.
 
 
 @triton.jit
@@ -173,8 +176,9 @@ page.check(both, x, y)
 # Is it correct?
 # --------------
 #
-# A check is worth what it catches. This function returns its second result in
-# half precision, which numbers that float16 can hold let pass:
+# A check is worth what it catches. This function computes its second result in
+# float16. Small whole numbers do not show that, since float16 holds them
+# exactly:
 
 
 def half_difference(x, y):
@@ -195,8 +199,9 @@ product.check_all(strided)
 # ---------------
 #
 # *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
-# (*cold L2*). The figure shows 4MN elements divided by it. The *roofline* is
-# the bandwidth of large copies, and *a copy* moves as many bytes.
+# (*cold L2*). The figure shows bandwidth: the bytes of 4MN elements over GPU
+# time. *A copy* is PyTorch's copy of as many bytes. The *roofline* is the
+# bandwidth of the largest copies.
 
 page.plot("bandwidth", over="M")
 

@@ -36,7 +36,8 @@ page.verdict()
 #
 #    y_i = \frac{e^{x_i - m}}{\sum_j e^{x_j - m}}, \qquad m = \max_j x_j
 #
-# Less the maximum, no exponential overflows, as that of 89 does in float32.
+# The maximum is subtracted so that no exponential overflows. In float32 that
+# of 89 does.
 #
 # *Eager* PyTorch runs each operation when it is called. Each line below is one
 # kernel, a function that runs on the GPU: it reads its inputs from memory and
@@ -56,10 +57,10 @@ page.traffic(eager=softmax_eager, fused=2)
 
 # %%
 # A *fused* kernel reads the input once, keeps what is in between in
-# :term:`registers <register>`, and writes the result once. By their data
-# sheets, an H200 executes about 55 instructions, and an H100 about 80, while
-# it reads and writes a float32 element. Softmax has five operations, so memory
-# should decide: **we predict 4x.**
+# :term:`registers <register>`, and writes the result once. While memory reads
+# and writes one float32 element, an H200 can execute about 55 instructions,
+# and an H100 about 80, by their data sheets. Softmax needs five operations for
+# it, so memory should decide: **we predict 4x.**
 
 # %%
 # .. _softmax-one-row:
@@ -115,8 +116,9 @@ page.check(softmax_one_row, x)
 # %%
 # ``num_warps=4`` gives each program 4 warps of 32 threads. A row of 12672
 # columns is padded to 16384, so each thread holds 128 values in registers. A
-# :term:`multiprocessor` has room for 16 such programs, but registers for two,
-# and while two compute, memory waits. The findings have step 1 with 16 warps.
+# :term:`multiprocessor` runs up to 16 such programs at once, but has registers
+# for two of these. While both compute, nothing is loaded. The findings below
+# include step 1 with 16 warps.
 
 # %%
 # .. _softmax-rows:
@@ -124,11 +126,12 @@ page.check(softmax_one_row, x)
 # Step 2: several rows per program {gain rows at N=256}
 # -----------------------------------------------------
 #
-# With 256 columns, each of a program's 128 threads has two elements. For the
-# maximum and the sum they exchange values in 14 steps, however few they have.
-# So step 1 executes some fifty instructions per element, about as many as an
-# H200 has time for. Here a program owns several rows. A thread has 32
-# elements, and half as many instructions for each. Comments mark changes.
+# With 256 columns, each of a program's 128 threads has two elements. To
+# combine their maxima, 128 threads exchange values in 7 steps, and for the sum
+# in 7 more. A narrow row takes as many as a wide one. So step 1 executes some
+# fifty instructions per element, about as many as an H200 has time for. Here a
+# program owns several rows. A thread has 32 elements, and executes half as
+# many instructions for each. Comments mark changes.
 
 page.picture.tile(rows=3, columns=12, block=16, per=2)
 
@@ -174,8 +177,8 @@ page.picture.chunks(columns=12672, block=16384, chunk=1024)
 # %%
 # - *Chunks* have less padding: a thread holds 104 values instead of 128. The
 #   compiler unrolls ``tl.static_range``, so all chunks stay in registers.
-# - *One division* per row replaces one per element, which is several
-#   instructions. A multiplication is one.
+# - *One division* per row, whose result multiplies each element. A division
+#   takes several instructions, a multiplication one.
 # - ``tl.exp2`` is one instruction. ``tl.exp`` uses it too, but adds more for
 #   results below 1e-38, which ``tl.exp2`` makes zero.
 #
@@ -261,17 +264,17 @@ page.check_all(softmax_one_row, softmax_rows, softmax_chunks, special=True)
 # How fast is it?
 # ---------------
 #
-# *GPU time* is the time of one call on the GPU, whose L2 cache holds none of
-# the data before (*cold L2*). The figure divides the least traffic, 2MN
-# elements, by the GPU time. The *roofline* is the bandwidth of large copies: a
-# kernel can hardly move its bytes faster. *A copy* is ``y.copy_(x)`` of the
-# same matrix.
+# *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
+# (*cold L2*). The figure divides the least traffic, 2MN elements, by the GPU
+# time. The *roofline* is the bandwidth of large copies: a kernel can hardly
+# move its bytes faster. *A copy* is ``y.copy_(x)`` of the same matrix.
 
 page.plot("bandwidth", over="N")
 
 # %%
-# The table compares the steps, with a copy as 100 % and more rows than in the
-# figure. It is another run than that of the box.
+# The table compares the steps, with a copy as 100 %. Its matrices have more
+# rows than those of the figure, and its times are from another run than those
+# of the box.
 
 steps = {"one_row": softmax_one_row, "rows": softmax_rows}
 page.steps(eager=softmax_eager, **steps, chunks=softmax_chunks)

@@ -263,10 +263,10 @@ page.catches(scatter_atomic, float32=(*halves[:2], ones), float16=halves)
 # How fast is it?
 # ---------------
 #
-# *GPU time* is the time of one call on the GPU, whose L2 cache holds none of
-# the data before (*cold L2*). The figure has squares, the sizes of the source:
-# M rows, twice as many columns, and 2M updates. *ONNX Runtime* is what the
-# source compared with: a chain as above, with its own ScatterND.
+# *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
+# (*cold L2*). The figure has squares, the sizes of the source: M rows, twice
+# as many columns, and 2M updates. *ONNX Runtime* is what the source compared
+# with: a chain as above, with its own ScatterND.
 
 page.plot("bandwidth", over="R")
 

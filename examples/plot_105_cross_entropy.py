@@ -42,8 +42,8 @@ page.verdict()
 #
 # The gradient is the softmax of the row, less one at the class. *Eager*
 # PyTorch runs each line below as one or more kernels, and every kernel reads
-# and writes memory. The loss is the mean over the M rows. What
-# is read and written per row only is left out of the comments.
+# and writes memory. The loss is the mean over the M rows. The comments leave
+# out what has one element per row.
 
 
 def loss_eager(x, target):
@@ -262,11 +262,11 @@ page.check(in_place, x, target)
 #
 # A launch does not promise that all programs run at the same time, so a
 # program that has waited too long computes a missing pair itself. In place
-# this has a trap. While a helper reads the part of a slow program, that
-# program may publish its pair and begin to overwrite its part. So a pair is
-# published by a compare-and-swap, an atomic operation that writes only where
-# no pair is yet. The slow program published before it overwrote anything: its
-# pair stays.
+# this needs care. Suppose that program A computes the pair of a slow program
+# B. Meanwhile B may publish its pair and begin to overwrite its part, which A
+# still reads. So a pair is published by a compare-and-swap, an atomic
+# operation that writes only where no pair is yet. B published before it
+# overwrote anything: the pair of B stays, and that of A is dropped.
 
 # %%
 # Is it correct?
@@ -295,9 +295,10 @@ page.check_all(loss_two, loss_one, loss_chunks, special=True)
 # ---------------
 #
 # *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
-# (*cold L2*). The figure shows the least traffic, 2MN elements, divided by it.
-# The *roofline* is the bandwidth of large copies; *a copy* moves as many bytes
-# as the least. The library Liger has no line: each call waits for the GPU.
+# (*cold L2*). The figure shows bandwidth: the bytes of 2MN elements, the least
+# traffic, over GPU time. *A copy* is PyTorch's copy of as many bytes. The
+# *roofline* is the bandwidth of the largest copies. The library Liger has no
+# line: its calls wait for the GPU, so their GPU time cannot be measured alone.
 
 page.plot("bandwidth", over="N")
 
@@ -330,17 +331,19 @@ page.findings()
 
 logits = x.clone().requires_grad_()
 loss = fusebook.cross_entropy(logits, target, inplace=True)
-loss.backward()  # hands out that gradient; a scaled loss costs a pass
+loss.backward()  # returns that gradient; scaling it costs one pass
 
 # %%
-# - **Memory.** A call allocates the gradient, the *output* of the table, which
-#   is as large as the logits. With ``inplace=True`` it overwrites them.
+# - **Memory.** A call allocates the gradient, which is as large as the logits.
+#   In the table it counts as the *output*. With ``inplace=True`` the gradient
+#   overwrites the logits instead.
 # - **Options.** A class that does not exist gives NaN on a GPU. ``check=True``
 #   waits for the GPU and raises an error.
 # - **Rows** of more than ``2**20`` classes (4096 in float64) go to torch.
-# - **Launch times** below are of loss and gradient, in torch by autograd.
-# - **Logits from a linear layer**, as in a language model, need not exist: see
-#   :doc:`fusebook.linear_cross_entropy <plot_108_chunked_head>`.
+# - **Launch times** below are those of loss and gradient together. torch
+#   computes the gradient by autograd.
+# - **Logits from a linear layer**, as in a language model, need not be stored:
+#   see :doc:`fusebook.linear_cross_entropy <plot_108_chunked_head>`.
 # - **Do not use** ``inplace`` when something else reads the logits.
 
 page.use()

@@ -259,11 +259,11 @@ page.catches(whole_steps, even=page.stress(70, 128, 72), odd=given)
 # How fast is it?
 # ---------------
 #
-# *GPU time* is the time of one call on the GPU, whose L2 cache holds none of
-# the data before (*cold L2*). The figure compares implementations with one
-# large matmul of weights that were *packed*: put side by side once, when the
-# model is loaded. *two + cat* is the eager code above, and *cat + one* puts
-# the weights together in each call.
+# *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
+# (*cold L2*). The figure compares implementations with one large matmul of
+# weights that were *packed*: put side by side once, when the model is loaded.
+# *two + cat* is the eager code above, and *cat + one* puts the weights
+# together in each call.
 
 page.plot("packed", over="N")
 

@@ -266,11 +266,11 @@ page.catches(overflowing, given=given, x_times_100=(100 * x, gate, up))
 # How fast is it?
 # ---------------
 #
-# *GPU time* is the time of one call on the GPU, whose L2 cache holds none of
-# the data before (*cold L2*). In the figure the weights are 4096 x 11008.
-# *packed* weights were put side by side once, when the model was loaded. One
-# matmul takes both, and torch does the rest. *quack* is a library whose matmul
-# ends in SwiGLU, for weights whose columns were interleaved before.
+# *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
+# (*cold L2*). In the figure the weights are 4096 x 11008. *packed* weights
+# were put side by side once, when the model was loaded. One matmul takes both,
+# and torch does the rest. *quack* is a library whose matmul ends in SwiGLU,
+# for weights whose columns were interleaved before.
 
 page.plot("fusebook", over="M")
 

@@ -308,10 +308,10 @@ page.rounding(given[0], weight, bits=(8, 4), groups=(32, 128, 0))
 # How fast is it?
 # ---------------
 #
-# *GPU time* is the time of one call on the GPU, whose L2 cache holds none of
-# the data before (*cold L2*). In the figure the weight has 8192 x 8192 codes.
-# *torch in 16 bits* is cuBLAS with the same weight in float16, and *eager*
-# converts the weight in each call.
+# *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
+# (*cold L2*). In the figure the weight has 8192 x 8192 codes. *torch in 16
+# bits* is cuBLAS with the same weight in float16, and *eager* converts the
+# weight in each call.
 
 page.plot("times", over="M")
 

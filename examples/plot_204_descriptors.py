@@ -320,10 +320,10 @@ page.source("concat_gemm", fold=True)
 # How fast is it?
 # ---------------
 #
-# *GPU time* is the time of one call on the GPU, whose L2 cache holds none of
-# the data before (*cold L2*). The table has the rate in TFLOP/s, or 10 to the
-# 12 operations per second. An H100 has 989 of them by its data sheet. Lines of
-# code count a kernel with its launcher. Page 201 has a figure with more sizes.
+# *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
+# (*cold L2*). The table has the rate in TFLOP/s, or 10 to the 12 operations
+# per second. An H100 has 989 of them by its data sheet. Lines of code count a
+# kernel with its launcher. Page 201 has a figure with more sizes.
 
 steps = {"pointers": matmul_pointers, "descriptors": matmul_descriptors}
 steps |= {"persistent": matmul_persistent, "dependent": matmul_dependent}

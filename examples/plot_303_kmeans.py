@@ -177,10 +177,10 @@ page.catches(exchanged, diagonal=diagonal, any_centres=given)
 # How fast is it?
 # ---------------
 #
-# *GPU time* is the time of one call on the GPU, whose L2 cache holds none of
-# the data before (*cold L2*). The *roofline* is the time that memory needs for
-# the bytes of one pass. All problems have 20 million points, and the rows
-# differ in the dtype of the labels. ``torch.cdist`` writes all distances.
+# *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
+# (*cold L2*). The *roofline* is the time that memory needs for the bytes of
+# one pass. All problems have 20 million points, and the rows differ in the
+# dtype of the labels. ``torch.cdist`` writes all distances.
 
 page.plot("roof", over="labels")
 

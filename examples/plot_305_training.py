@@ -207,10 +207,10 @@ page.catches(forgetful, first=first, all=given)
 # How fast is the rotation?
 # -------------------------
 #
-# *GPU time* is the time of one call on the GPU, whose L2 cache holds none of
-# the data before. In the table, 100 % is a copy that moves as many bytes, of
-# 32 heads of queries and 8 of keys with 2R = 128. Lines of code count kernels
-# and launchers.
+# *GPU time* is the time of one call on the GPU, after the L2 cache was
+# flushed. In the table, 100 % is a copy that moves as many bytes, of 32 heads
+# of queries and 8 of keys with 2R = 128. Lines of code count kernels and
+# launchers.
 
 page.steps(eager=rope_eager, one=rope_one, both=rope_both)
 

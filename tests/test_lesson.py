@@ -326,7 +326,7 @@ def test_traffic_is_counted_and_held_against_the_card(page):
     from fusebook.kernels.softmax import softmax_eager
 
     shown = page.traffic(eager=softmax_eager, fused=2)
-    assert "8MN + 4M elements. 5 kernels move MN or more; one moves 2MN." in shown.text
+    assert "8MN + 4M elements. 5 kernels move MN or more; a fused one moves 2MN." in shown.text
     with pytest.raises(ValueError, match=r"expected fused=2, got 3"):
         page.traffic(eager=softmax_eager, fused=3)
     with pytest.raises(ValueError, match="the card states"):
@@ -348,7 +348,7 @@ def test_views_and_gathers_are_no_traffic_of_a_matrix(losses):
 
     shown = losses.traffic(eager=eager, fused=2).text
     assert shown.startswith("Counted: 10MN + ")
-    assert " elements. 6 kernels move MN or more; one moves 2MN. Predicted: 5.0x." in shown
+    assert " elements. 6 kernels move MN or more; a fused one moves 2MN. Predicted: 5.0x." in shown
     assert "gather" not in shown and "unsqueeze" not in shown
 
 
@@ -690,7 +690,7 @@ def test_a_read_and_a_write_of_one_kernel_are_those_of_the_card(replayed):
             fusebook.adamw_step_eager([p], [g], [m], [v], t, lr, 0.9, 0.999, 1e-8, 0.1)
 
     shown = lesson.open("plot_304_adamw").traffic(loop=loop, fused=7).text
-    assert shown.startswith("Counted: 20M elements. 8 kernels move M or more; one moves 7M. Predicted: 2.9x.")
+    assert shown.startswith("Counted: 20M elements. 8 kernels move M or more; a fused one moves 7M. Predicted: 2.9x.")
     assert "fused, one kernel: reads 4 M and writes 3 M" in shown
 
 

@@ -88,7 +88,7 @@ def caught(op: Op, function: Callable[..., Any], named: dict[str, Any]) -> Line:
         where = "" if verdict.ok else f" ({yard.where(got)})"
         said.append(f"{'passes' if verdict.ok else 'fails'} on `{name}`{where}")
         last = verdict.ok
-    return Line(not last, f"`{_name(function)}` {', and '.join(said)}.").strictly()
+    return Line(not last, f"`{_name(function)}` {', '.join(said[:-1])}, and {said[-1]}.").strictly()
 
 
 def _special(op: Op, dtype: torch.dtype, names: Sequence[str]) -> tuple[Any, ...]:
@@ -130,7 +130,7 @@ def all_checked(
                 where = f"{sizes(given[0])}: {numbers}; {yard.where(got)}"
                 return Line(False, f"`{_name(function)}` is incorrect on {where}.").strictly()
     rows = ", with rows of -inf, NaN, inf and largest finite values" if special else ""
-    which = f"All {len(functions)} are" if len(functions) > 1 else f"`{_name(functions[0])}` is"
+    which = {1: f"`{_name(functions[0])}` is", 2: "Both are"}.get(len(functions), f"All {len(functions)} are")
     text = f"{which} correct on {count} inputs in three dtypes{rows}."
     return Line(True, text).strictly()
 

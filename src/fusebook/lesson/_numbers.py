@@ -253,7 +253,18 @@ def _libraries(op: Op, frame: pd.DataFrame, timed: bool = False) -> list[str]:
 
 def said(names: Sequence[str], word: str = "and") -> str:
     """Names of variants as a reader sees them: ``Liger and quack``."""
-    return f" {word} ".join(_SAID.get(name, name) for name in names)
+    *most, last = [_SAID.get(name, name) for name in names]
+    return f"{', '.join(most)} {word} {last}" if most else last
+
+
+def compared(ratios: Mapping[str, float]) -> str:
+    """The times of others over that of Fusebook, as a sentence."""
+    if not ratios:
+        return ""
+    (name, ratio), *rest = ratios.items()
+    comma = ";" if any("," in name for name in ratios) else ","
+    others = "".join(f"{comma} {name} {times(ratio)}" for name, ratio in rest)
+    return f"For comparison, {name} takes {times(ratio)} as long{others}."
 
 
 def _pace(ratios: pd.Series, sizes: str, other: str) -> str:
@@ -261,8 +272,8 @@ def _pace(ratios: pd.Series, sizes: str, other: str) -> str:
     ratio, lost = float(ratios.median()), int((ratios > 1 + tables.WITHIN).sum())
     word = f"{times(1 / ratio)} faster than" if ratio < 1 else f"{times(ratio)} slower than"
     word = "as fast as" if abs(ratio - 1) <= tables.WITHIN else word
-    worst = f"slower at {lost}, at worst {times(ratios.max())}" if lost else "slower at none"
-    return f"Over {sizes}, it is {word} {other} in the median, and {worst}."
+    worst = f"{lost} of them, {times(ratios.max())} at worst" if lost else "none of them"
+    return f"In the median of {sizes}, Fusebook is {word} {other}. It is slower at {worst}."
 
 
 def _many(frame: pd.DataFrame) -> str:
@@ -308,10 +319,9 @@ def verdict(
     words = words or f"{' x '.join(f'{{{name}}}' for name in tables.dims(frame))} in {{dtype}}"
     at = words.format(**own)
     others = point.drop(index="fusebook")[gpu].sort_values()
-    longer = ", ".join(f"{said([str(name)])} {us / own[gpu]:.3g}" for name, us in others.items())
     lines = [
         f"**Time.** `fusebook.{op.name}` takes **{microseconds(own[gpu])}** of {clock} at {at}. "
-        f"Others take this many times as long: {longer}."
+        f"{compared({said([str(name)]): us / own[gpu] for name, us in others.items()})}"
     ]
     torchs = _against(op, frame, "torch", "torch.compile", kind=kind)
     libraries = _against(op, frame, "libraries", kind=kind)
@@ -323,8 +333,8 @@ def verdict(
     if len(libraries):
         names = _libraries(op, frame, timed=True)
         some = f"the {len(libraries)} {many} that {said(names, 'or')} takes"
-        fastest = said(names) if len(names) == 1 else f"the faster of {said(names)}"
-        text += " " + _pace(libraries, "all of these" if len(libraries) == len(torchs) else some, fastest)
+        fastest = f"{'' if len(names) < 2 else 'the faster of ' if len(names) == 2 else 'the fastest of '}{said(names)}"
+        text += " " + _pace(libraries, f"the same {many}" if len(libraries) == len(torchs) else some, fastest)
     lines.append(f"{text} Times within 2 % count as equal.")
     first = next(name for name in op.variants if frame["variant"].eq(name).any())
     lines.append(f"**Memory.** {_memory_of(op, frame, 'fusebook')} {_memory_of(op, frame, first)}")
@@ -418,25 +428,25 @@ def limits(op: Op, frame: pd.DataFrame, gradient: pd.DataFrame | None, kind: str
     told = f"No other implementation is more than 2 % faster at any of {len(everything)} recorded {many}."
     if len(lost):
         told = f"**Do not use it** where another implementation is faster: at {len(lost)} of {len(everything)} {many}."
-    said = [told]
+    found = [told]
     if len(lost):
         behind = tables.behind(verdicts.compared(op, frame, verdicts.GROUPS), kind=kind)
         behind = behind.loc[lost.index[:2]].reset_index()
         places = zip(behind["label"], behind["dtype"], behind["best other"], behind["times as long"], strict=True)
         worst = [
-            f"{size.replace('x', ' x ')} in {dtype} ({other} is {times(ratio)} faster)"
+            f"{re.sub('(?<=[0-9])x(?=[0-9])', ' x ', size)} in {dtype} ({said([other])} is {times(ratio)} faster)"
             for size, dtype, other, ratio in places
         ]
-        said.append(f"It loses most at {' and '.join(worst)}.")
+        found.append(f"It loses most at {' and '.join(worst)}.")
     launch = [tables.where(frame, variant=name, status="ok")["launch_us"].median() for name in ("fusebook", "torch")]
     if kind == "cold" and launch == [us for us in launch if us == us]:
-        said.append(
-            f"**Small inputs:** the CPU takes {launch[0]:.1f} us to launch a call (torch: {launch[1]:.1f} us). "
-            "Where that takes longer than the kernel, a faster kernel makes no call faster."
+        found.append(
+            f"**Small inputs.** The CPU takes {launch[0]:.1f} us to launch a call (torch: {launch[1]:.1f} us). "
+            "Where the launch takes longer than the kernel, a faster kernel does not make the call faster."
         )
     if gradient is not None:
-        said.append(f"**Memory:** {_memory_of(op, gradient, 'fusebook', 'its backward pass', 'the gradient')}")
-    return said
+        found.append(f"**Memory.** {_memory_of(op, gradient, 'fusebook', 'the backward pass', 'the gradient')}")
+    return found
 
 
 def install() -> list[str]:

@@ -219,8 +219,8 @@ class Page:
         gain, steps, total = _checks.predicted(self.op, function, fused, dtype, sizes, self._taking)
         unit = "".join(_checks.units(self.op, sizes).values())
         return pictures.segments(
-            f"Counted: {total} elements. {len(steps) - 1} kernels move {unit} or more; one moves {fused:g}{unit}. "
-            f"Predicted: {gain:.1f}x.",
+            f"Counted: {total} elements. {len(steps) - 1} kernels move {unit} or more; "
+            f"a fused one moves {fused:g}{unit}. Predicted: {gain:.1f}x.",
             {name: steps[:-1], "fused": steps[-1:]},
             unit,
         )._now()
@@ -408,7 +408,7 @@ class Page:
         frame = self._everything()
         made = show.table(
             _numbers.choices(self.op, frame, getattr(self.about, "CLOCK", "cold")),
-            "Sizes at which each is the fastest or within 2 % of it; median time, Fusebook = 1; peak memory",
+            "Sizes at which each is within 2 % of the fastest; median time relative to Fusebook; peak memory",
             fold=False,
         )
         gradient = f"{self.op.name}_backward"

@@ -264,9 +264,9 @@ CLAIMS = (
     # Steps
     Claim(
         "chunks-wide",
-        "At N = 128256, where a row spills, step 2 has {spilled:.2f} of the speed of step 1, and step 3 is "
-        "{median:.1f}x faster than step 1. At N = 1000 and N = 32000, step 3 has {few:.2f} and {many:.2f} of the "
-        "speed of step 2.",
+        "At N = 128256, where a row spills, step 2 runs at {spilled:.2f} of the speed of step 1, and step 3 is "
+        "{median:.1f}x faster than step 1. At N = 1000 and N = 32000, step 3 runs at {few:.2f} and {many:.2f} of "
+        "the speed of step 2.",
         lambda frames: _gain(frames, "chunks", "two", 128256),
         "> 1.02",
         "2048 rows of 128256 classes, bfloat16; step 3 over step 1",

@@ -429,16 +429,16 @@ class TrainingPage(_memory.MemoryPage):
         frame = self._frame("training")
         point = _point(frame).drop(index=[*REPLACED, "eager, again"], errors="ignore")
         ms, gib = point["ms"].sort_values(ascending=False), point["peak_bytes"] / GIB
-        slower = ", ".join(f"{name} {t / ms['Fusebook']:.2f}" for name, t in ms.drop("Fusebook")[::-1].items())
-        more = ", ".join(f"{name} {held:.1f}" for name, held in gib.drop("Fusebook").sort_values().items())
+        slower = _numbers.compared({name: t / ms["Fusebook"] for name, t in ms.drop("Fusebook")[::-1].items()})
+        more = "; ".join(f"{name} {held:.1f}" for name, held in gib.drop("Fusebook").sort_values().items())
         wide = _wide(frame, "ms")
         ratio = wide["Fusebook"] / wide["eager"]
         lines = [
             f"**Time.** A training step of a Llama takes **{ms['Fusebook']:.1f} ms** with `fusebook.patch` and "
-            f"`fusebook.optim.AdamW`. Others take this many times as long: {slower}.",
-            f"**Memory.** Its peak is **{gib['Fusebook']:.1f} GiB**. Others, in GiB: {more}.",
-            f"**Models.** With {len(ratio)} pairs of model and length it takes {ratio.min():.2f} to {ratio.max():.2f} "
-            "times as long as eager.",
+            f"`fusebook.optim.AdamW`. {slower}",
+            f"**Memory.** With Fusebook the peak of a step is **{gib['Fusebook']:.1f} GiB**. Others, in GiB: {more}.",
+            f"**Models.** For {len(ratio)} pairs of a model and a sequence length, Fusebook takes "
+            f"{ratio.min():.2f}x to {ratio.max():.2f}x as long as eager.",
         ]
         bars = dict(ms)
         shown = picture.bars(
