@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = [
-    "axes", "bandwidth", "clusters", "copies", "dots", "legend_below", "lines", "spread", "style",
+    "axes", "bandwidth", "clusters", "copies", "dots", "legend_below", "lines", "spread", "style", "times",
 ]  # fmt: skip
 
 #: Readable on white and on near-black, and told apart by readers who do not see red and green.
@@ -331,6 +331,47 @@ def dots(df: pd.DataFrame, *, of: str = "copy", title: str = "") -> Axes:
     ax.set_ylim(-0.7, len(rows) - 0.3)
     if names:  # points that differ by a percent cannot be labelled one by one
         legend_below(ax, 0.95, min(len(names), 4), 8)
+    return ax
+
+
+def times(df: pd.DataFrame, x: str = "N", *, kind: str = "call", title: str = "", xlabel: str = "") -> Axes:
+    """Time in microseconds over one size, on logarithmic axes, with the launch floor.
+
+    Parameters
+    ----------
+    df : pandas.DataFrame
+        Results of one operator in one dtype.
+    x : str
+        The size on the x axis.
+    kind : str
+        Of `fusebook.tables.KINDS`.
+    title : str, optional
+        What is shown; what was found is told by the results.
+    xlabel : str, optional
+        What `x` is, in words.
+    """
+    first = df.iloc[0]
+    what = title or f"{_words(first['op'])}, {first['dtype']}"
+    found = _fastest(df, kind)
+    clock = {"paid": "end-to-end time", "call": "latency"}.get(kind, f"{kind} time")
+    below = [what if found else "", _gpu(df), clock]
+    ax = axes(found or what, xlabel or f"size {x}", f"{clock} (microseconds)", below=below)
+    ax.set_yscale("log")
+    ends: _Ends = {}
+    for name, drawn in _styles(list(dict.fromkeys(df["variant"]))).items():
+        rows = tables.timed(df[df["variant"] == name], kind).sort_values(x)
+        if len(rows):
+            _line(ax, ends, name, rows[x], rows[tables.column(kind)], **drawn)
+    floor = {"cold": "floor_us", "warm": "floor_warm_us"}.get(kind)
+    if floor and df[floor].notna().any():
+        ax.axhline(df[floor].median(), color=INK, linewidth=1)
+        ends["launch floor"] = (float(df[x].max()), float(df[floor].median()), INK)
+    ticks: Any = ax.yaxis.get_major_locator()
+    ticks.set_params(subs=(1, 2, 5))
+    ax.yaxis.minorticks_off()
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.margins(x=0.01)
+    _name_ends(ax, ends)
     return ax
 
 
