@@ -336,8 +336,10 @@ class _Steps(Measured):
         return found
 
 
+#: Page 303 compares others, too.
+_COMPARED = ("eager", "torch.compile", "fusebook", "fusebook, checked")
 FRAMES: dict[str, Any] = {
-    "sweep": Recorded("kmeans_assign", "plane", "float32", borrowed=True),
+    "sweep": Recorded("kmeans_assign", "plane", "float32", _COMPARED, borrowed=True),
     "steps": _Steps("kmeans_ladder", _OLDER),
     "cpu": _Kept("kmeans_cpu", function=compiled_for_the_cpu),
     "inductor": _Kept("kmeans_inductor", function=compiled_for_cuda),
