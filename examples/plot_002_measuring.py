@@ -192,7 +192,7 @@ page.picture.lanes(caption, spans, [("CPU", 2, "GPU", 2)])
 # %%
 # This is the clock of most numbers in this book, *GPU time with a cold L2
 # cache*. ``fusebook.measure.timing`` has it with more care: it takes several
-# functions in turn, and leaves out noisy samples.
+# functions in turn, and flushes until Python has queued the call.
 #
 # How fast is it?
 # ---------------

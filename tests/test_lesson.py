@@ -774,6 +774,7 @@ def test_padding_is_told_from_data():
     assert picture.blocks(20, 8).text.endswith("program 2 owns elements 16 to 19; the last 4 of 8 are masked.")
     assert "program 1 owns row 1" in picture.rows(2, 3, 4).text and "masks 1 of 4" in picture.rows(2, 3, 4).text
     assert "program 1 owns row 2; 1 row of the last tile past the end: masked" in picture.tile(3, 3, 4, 2).text
+    assert picture.routes("", [("a call", "a name", "a kernel")]).text == "\na call: a name, a kernel."
     assert "one tile of 128 has 28 elements of padding; 7 chunks of 16 have 12" in picture.chunks(100, 128, 16).text
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = [
-    "axes", "bandwidth", "clusters", "copies", "dots", "legend_below", "lines", "spread", "style", "times",
+    "axes", "bandwidth", "clusters", "dots", "legend_below", "lines", "spread", "style", "times",
 ]  # fmt: skip
 
 #: Readable on white and on near-black, and told apart by readers who do not see red and green.
@@ -424,21 +424,6 @@ def lines(
         ax.set_ylim(bottom=0)
     ax.margins(x=0.01)
     _name_ends(ax, ends)
-    return ax
-
-
-def copies(machine: Any) -> Axes:
-    """The rate of a copy over its size on a machine: where the launch, the L2 cache and the memory decide."""
-    size = [row["bytes"] / 1e6 for row in machine.bandwidth]
-    index = pd.Index(size, name="bytes read and written (MB)")
-    rate = pd.DataFrame({"torch": [row["cold"] / 1e9 for row in machine.bandwidth]}, index)
-    rate.attrs["gpu"] = machine.name
-    found = f"A copy reaches {rate['torch'].max():.0f} GB/s, from {rate['torch'].idxmax():.0f} MB on"
-    roof = {"the roof: the best copy of 4 GiB": machine.copy / 1e9}
-    ax = lines(rate, title=found, ylabel="GB/s", marks=roof, clock="cold")
-    edge = 4 * machine.l2 / 1e6
-    ax.axvspan(size[0], edge, color=INK, alpha=0.1, linewidth=0, zorder=0)
-    ax.text(edge, 0.03, " 4 x L2", transform=ax.get_xaxis_transform(), color=INK, fontsize=9)
     return ax
 
 
