@@ -104,8 +104,8 @@ page.check(norm_one_row, x, weight)
 # -----------------------------------------------------
 #
 # A row of 256 bfloat16 elements is only 512 bytes: each of 128 threads loads
-# two elements, and waits. Here a program owns ROWS rows, as a tile with two
-# dimensions. The lines with a comment differ from step 1.
+# two elements and then waits for memory. Here a program owns ROWS rows, as a
+# tile with two dimensions. The lines with a comment differ from step 1.
 
 
 @triton.jit
@@ -185,11 +185,11 @@ summed.check(add_norm, *summed.stress(64, 781))
 # ---------------------------------------------------------
 #
 # The backward pass gets ``dy``, the gradient of the loss with respect to the
-# result. It has two kinds of sums, as its eager code shows. Those for ``dx``
-# run along a row, as before. The sum for ``dw`` runs over all rows, which are
-# in other programs. One kernel reads ``x`` and ``dy`` and writes ``dx``: 3MN.
-# It computes ``factor`` again, which costs no traffic. Each program adds its
-# row to ``dw`` with *atomic additions*, which other programs cannot interrupt.
+# result. Its eager code below has two kinds of sums. For ``dx`` it sums along
+# each row, as before. For ``dw`` it sums over all rows, which different
+# programs own. One kernel reads ``x`` and ``dy`` and writes ``dx``: 3MN. It
+# computes ``factor`` again, which costs no traffic. Each program adds its row
+# to ``dw`` with *atomic additions*, which other programs cannot interrupt.
 
 
 def eager_gradient(x, dy, weight):
@@ -239,12 +239,12 @@ gradient.check(gradient_atomic, x, dy, weight)
 # Step 5: many rows per program {gain partial at N=8192}
 # ------------------------------------------------------
 #
-# In step 4, all programs add to the same N elements, and the L2 cache executes
-# additions to one element one after another. Their order changes from call to
-# call, and with it the last bits of ``dw``. Here a few hundred programs share
-# the rows: program *p* of *P* owns rows p, p + P, p + 2P and so on. It sums
-# its part of ``dw`` in registers, and writes it once. A second kernel adds the
-# P parts in a fixed order.
+# In step 4, all programs add to the same N elements. The L2 cache executes the
+# additions to an element one by one, so programs wait. Their order changes
+# from call to call, and with it the last bits of ``dw``. Here a few hundred
+# programs share the rows: program *p* of *P* owns rows p, p + P, p + 2P and so
+# on. It sums its part of ``dw`` in registers, and writes it once. A second
+# kernel adds the P parts in a fixed order.
 
 page.picture.partial_sums(rows=6, programs=3)
 
@@ -305,8 +305,9 @@ page.check_all(norm_one_row, norm_rows)
 # ---------------
 #
 # *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
-# (*cold L2*). The figure shows 2MN elements divided by it. The *roofline* is
-# the bandwidth of large copies, and *a copy* moves as many bytes.
+# (*cold L2*). The figure shows bandwidth: the bytes of 2MN elements over GPU
+# time. *A copy* is PyTorch's copy of as many bytes. The *roofline* is the
+# bandwidth of the largest copies.
 
 page.plot("bandwidth", over="N")
 

@@ -50,10 +50,10 @@ page.memory(torch=head_torch)
 # ``scale`` is the gradient of the loss. It is 1, unless a factor on the loss
 # keeps small gradients above zero in float16. The picture counts the bytes of
 # all tensors after each operation. At its peak, a step holds three matrices of
-# M x N: the logarithms of the probabilities, and two more in the backward
-# pass. At the end it holds the gradients that it returns. Every implementation
-# returns these, so the box above subtracts their size from each peak, also
-# from that of *torch*, which comes before its gradients exist.
+# M x N, 1.96 GiB each: the logarithms of the probabilities, and two more in
+# the backward pass. At the end it holds only the gradients that it returns,
+# 1.04 GiB. Every implementation returns these, so the box above subtracts 1.04
+# GiB from every peak.
 
 # %%
 # .. _head-in-place:
@@ -70,7 +70,8 @@ page.picture.passes(chunks=4)
 
 # %%
 # No other program reads the row, so the second pass may write the gradient
-# over the logits.
+# over the logits. One matrix is left of three, and the returned gradients
+# exist at the same time: **we predict 3.0 GiB** instead of 5.9.
 
 
 @triton.jit
@@ -128,9 +129,11 @@ page.check(head_in_place, *given)
 # Step 2: some rows at a time {gain chunks at N=128256, memory}
 # -------------------------------------------------------------
 #
-# Rows meet in two sums only: the loss, and the gradient of the head. So a loop
-# can take a chunk of rows, use its logits, and give their memory to the next
-# chunk. The matmuls are those of PyTorch.
+# Two results are sums over rows: the loss, and the gradient of the head. All
+# else belongs to single rows. So a loop can take a chunk of rows, use its
+# logits, and give their memory to the next chunk. With 1024 of 8192 rows,
+# logits take an eighth of 1.96 GiB: **we predict 1.3 GiB**, gradients
+# included. The matmuls are those of PyTorch.
 
 
 def head_in_chunks(h, head, target, scale=1.0, rows=1024):
@@ -174,10 +177,11 @@ page.memory(torch=head_torch, in_place=head_in_place, chunks=head_in_chunks)
 #
 # How many are enough? With R rows, the first two matmuls do 2RKN operations
 # each and read the head, 2KN bytes in bfloat16: R operations per byte. The
-# third reads and writes the head's gradient: half as many. By its data sheet,
-# an H100 does about 300 operations while it reads a byte. **We predict** that
-# 1024 rows cost little, and that at 512 rows the third matmul begins to wait
-# for memory. The library's ``rows=`` shows the trade:
+# third matmul reads and writes the head's gradient, 4KN bytes: R / 2
+# operations per byte. By its data sheet, an H100 does about 300 operations
+# while it reads a byte. **We predict** that 1024 rows cost little, and that at
+# 512 rows the third matmul begins to wait for memory. The library's ``rows=``
+# shows the trade:
 
 page.trade()
 
@@ -233,11 +237,11 @@ page.catches(full_chunks, even=page.stress(32, 16, 97), odd=given)
 # ---------------
 #
 # *GPU time* is the time of one call on the GPU, after its L2 cache was
-# flushed. It is missing for ``head_torch``: ``new_tensor`` copies a number to
-# the GPU and waits, so the call cannot be timed alone. *torch* in the box is
-# the same step without that copy. Memory is the peak of a call beyond its
-# inputs, as PyTorch's allocator sees it. Lines of code count kernels with
-# their launchers; the library's serve all shapes, dtypes and options.
+# flushed. ``head_torch`` has none: its ``new_tensor`` copies a number to the
+# GPU and waits, and GPU time would include the wait. *torch* in the box is the
+# same step without that copy. Memory is the peak of a call beyond its inputs,
+# as PyTorch's allocator sees it. Lines of code count kernels with their
+# launchers; the library's serve all shapes, dtypes and options.
 
 steps = {"in_place": head_in_place, "chunks": head_in_chunks}
 page.steps(torch=head_torch, **steps)
@@ -277,8 +281,8 @@ loss = fusebook.linear_cross_entropy(h, head, target, rows=1024)
 #   fit into 1 GiB, only ``rows=`` saves memory over ``torch.compile`` of
 #   ``head_torch``.
 #
-# In the table, *torch, in chunks* is ``F.linear_cross_entropy``, which PyTorch
-# has from 2.13 on.
+# PyTorch 2.13 has a function of this kind, too: ``F.linear_cross_entropy``, in
+# the table *torch, in chunks*.
 
 page.use()
 

@@ -47,7 +47,7 @@ share, percent = {}, {}
 for n in (512, 1024, 2048, 4096, 8192):
     part = (2 * 4 * n**2 / bandwidth) / (4 * n**3 / rate)
     share[f"n = {n}"], percent[f"n = {n}"] = part, f"{part:.0%}"
-caption = "Predicted: time of the concat over that of both matmuls, at most"
+caption = "Predicted at most: time of the concat, in percent of both matmuls"
 page.picture.bars(caption, share, percent)
 
 # %%
@@ -126,10 +126,11 @@ page.picture.product(rows=4, columns=4, program=13)
 
 # %%
 # A program walks along K. Each turn of its loop loads a tile of x and a tile
-# of the weight, and ``tl.dot`` adds their product to the sum. It runs on the
-# :term:`tensor cores <tensor core>`, units that multiply small matrices, for
-# bfloat16. float32 is not rounded to :term:`TF32` for them, by *ieee*. Offsets
-# are int32, so a matrix of 2**31 elements or more needs ``.to(tl.int64)``.
+# of the weight, and ``tl.dot`` adds their product to the sum. In bfloat16 it
+# runs on the :term:`tensor cores <tensor core>`, units that multiply small
+# matrices. With ``"ieee"`` float32 keeps all its bits: tensor cores would
+# round it to :term:`TF32`. Offsets are int32, so a matrix of 2**31 elements or
+# more needs ``.to(tl.int64)``.
 
 given = page.stress(70, 96, 72)  # M, K, N
 page.check(in_views, *given)
@@ -152,8 +153,9 @@ page.check(small_tiles, *given)
 # A turn of the loop loads BM x BK elements of x and BK x BN of the weight, for
 # BM x BN x BK products. So each loaded element is used in BM x BN / (BM + BN)
 # products: 32 in tiles of 64 x 64, and 85 in tiles of 128 x 256. If loads are
-# what limits step 1, **we predict a gain of 85 / 32 at most.** The kernel
-# stays as it is:
+# what limits step 1, **we predict a gain of 85 / 32 at most**. Step 1 is
+# slower than eager, since cuBLAS has such large tiles, too. The kernel stays
+# as it is:
 
 
 def large_tiles(x, w0, w1):
@@ -177,10 +179,11 @@ page.check(large_tiles, *given)
 # Step 3: another order of tiles {gain grouped at N=4096}
 # -------------------------------------------------------
 #
-# Programs start in the order of their ids, as many at once as fit. What they
-# share is read from memory once, if it stays in the L2 cache meanwhile. Row by
-# row, the running programs need one row of tiles of x and every column of the
-# weights. In groups of some rows, they need fewer of these strips:
+# Programs start in the order of their ids, as many at once as fit. Programs
+# that run together and need the same tiles read them from memory once, if the
+# L2 cache holds them long enough. Row by row, the running programs need one
+# row of tiles of x and every column of the weights. In groups of some rows,
+# they need fewer of these strips:
 
 page.picture.walk(rows=4, columns=12, running=12, group=4)
 
@@ -188,8 +191,8 @@ page.picture.walk(rows=4, columns=12, running=12, group=4)
 # At n = 8192 the output has 64 rows and 64 columns of tiles. Row by row, the
 # 132 running programs of an H100 have about two rows. Both weights are then
 # read about 32 times, since L2 cannot hold them until the next rows begin. In
-# groups of eight rows they are read 8 times, and x is read once in either
-# order. The weights are two thirds of the data: **we predict that all data is
+# groups of eight rows they are read 8 times, and x is read once in both
+# orders. The weights are two thirds of the data: **we predict that all data is
 # read 22 times row by row, and 6 times in groups**. At n = 4096 the data is
 # about twice as large as L2, so the order matters less.
 
@@ -272,8 +275,9 @@ page.plot("packed", over="N")
 # two, and *packed* one. A small matmul takes less time than its launch.
 #
 # The table has the rate of the steps in TFLOP/s, or 10 to the 12 operations
-# per second. *Warm* is one of many calls in a row. On an H100 these draw all
-# its power at n = 4096, so it lowers its clock, and calls are slower.
+# per second. *Warm* is a call among many in a row. At n = 4096 such calls draw
+# all the power that an H100 may use. So it lowers its clock, and calls are
+# slower.
 
 steps = {"small": small_tiles, "large": large_tiles, "grouped": in_groups}
 page.steps(eager=two_and_cat, **steps)
@@ -296,16 +300,17 @@ x, w0, w1 = given
 y = fusebook.concat_gemm(x, [w0, w1])
 
 # %%
-# It launches its own kernel or writes torch's matmuls into views, whichever a
-# table says is faster. ``strategy="fused"`` and ``strategy="views"`` choose.
+# A table decides by the sizes: the library launches its own kernel, or lets
+# torch's matmuls write into views. ``strategy="fused"`` or
+# ``strategy="views"`` overrides the table.
 #
 # - **Layout.** ``linear.weight.T`` of torch.nn.Linear is taken without a copy.
 #   Weights whose rows do not begin at multiples of 16 bytes may be copied.
 # - **float32** follows torch's setting of TF32. float64 is torch's matmul.
 # - **Checks.** There is no ``check=``, and no call waits for the GPU.
 # - **Training.** The backward pass is torch's matmuls.
-# - **Do not use it** for packed weights, or for one weight. The table shows
-#   what torch gains by packing.
+# - **Do not use it** for packed weights, or for one weight. In the table,
+#   *torch* includes packed weights.
 
 page.use()
 

@@ -73,9 +73,11 @@ page.picture.bars("Time of what fusion saves, over matmuls", share, percent)
 # -------------------------------------------------------------
 #
 # A program owns a tile of the output. In each turn of its loop, it multiplies
-# a tile of x by a tile of either weight. It keeps two sums in registers. After
-# the loop, they are all that the activation needs. What a matmul does to its
-# sums before it stores them is its :term:`epilogue`.
+# a tile of x by a tile of each weight, and adds the products to two sums in
+# registers. After the loop, the activation needs nothing but these sums. What
+# a matmul does to its sums before it stores them is its :term:`epilogue`.
+# Fusion saves the traffic here, but matmuls in small tiles are slower than
+# eager's: see the next steps.
 
 
 @triton.jit
@@ -156,16 +158,16 @@ page.check(swiglu_large, *given)
 # --------------------------------------------------------------------
 #
 # Hopper's :term:`tensor cores <tensor core>` read both operands from
-# :term:`shared memory`. Two products of 128 columns read the tile of x twice.
-# One product of 256 columns reads it once. So both tiles of weights should
-# arrive as one tile.
+# :term:`shared memory`. Two matmuls of 128 columns read the tile of x twice
+# from there. One matmul of 256 columns reads it once. So both tiles of weights
+# should arrive as one tile.
 #
-# They do if both weights are one tensor. *Two tensors of one shape always
-# are:* a third axis has two entries, and its stride is the distance between
-# their addresses. A *tensor descriptor* takes any strides, and Hopper's copy
-# engine, the :term:`TMA`, loads the tiles that it describes. One request then
-# loads a tile [2, BN, BK] from two places in memory. The lines with a comment
-# differ from step 2.
+# They do if both weights are one tensor of shape [2, N, K]. *Any two tensors
+# of one shape can be seen so:* the stride of the new axis is the distance
+# between their addresses. A *tensor descriptor* takes any strides, and
+# Hopper's copy engine, the :term:`TMA`, loads the tiles that it describes. One
+# request then loads a tile [2, BN, BK] from two places in memory. The lines
+# with a comment differ from step 2.
 
 
 @triton.jit
@@ -224,13 +226,13 @@ page.source("swiglu", fold=True)
 # Step 4: few tokens {gain few at M=1, N=11008}
 # ---------------------------------------------
 #
-# With one token nearly all traffic is weights, so every multiprocessor
-# should read all the time. Step 3 has 86 tiles of 128 columns there, fewer
-# than the 132 multiprocessors of an H100. All but one row of these tiles are
-# padding. There are 688 tiles of 16 x 16, about five for each multiprocessor.
-# It runs three at once. While one computes or stores, others load. Each turn
-# takes 256 elements along K, and four *stages* let loads start three turns
-# early.
+# With one token nearly all traffic is weights, so every multiprocessor should
+# read all the time. Step 3 has 86 tiles of 128 columns there, fewer than the
+# 132 multiprocessors of an H100. All but one row of these tiles are padding.
+# There are 688 tiles of 16 x 16, about five for each multiprocessor. A
+# multiprocessor runs three programs at once: while one computes or stores,
+# others load. Each turn takes 256 elements along K, and four *stages* let
+# loads start three turns early.
 
 
 def swiglu_few(x, gate, up):
@@ -267,10 +269,10 @@ page.catches(overflowing, given=given, x_times_100=(100 * x, gate, up))
 # ---------------
 #
 # *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
-# (*cold L2*). In the figure the weights are 4096 x 11008. *packed* weights
-# were put side by side once, when the model was loaded. One matmul takes both,
-# and torch does the rest. *quack* is a library whose matmul ends in SwiGLU,
-# for weights whose columns were interleaved before.
+# (*cold L2*). In the figure the weights are 4096 x 11008. For *packed*, the
+# weights were put side by side once, when the model was loaded. One matmul
+# takes both, and torch does the rest. *quack* is a library whose matmul ends
+# in SwiGLU, for weights whose columns were interleaved before.
 
 page.plot("fusebook", over="M")
 
@@ -298,8 +300,8 @@ page.findings()
 y = fusebook.swiglu(x, gate, up)
 
 # %%
-# - **Layout.** ``linear.weight.T`` is taken without a copy. Weights by rows
-#   are left to torch's matmuls, or are copied.
+# - **Layout.** ``linear.weight.T`` is taken without a copy. Weights that are
+#   stored by rows go to torch's matmuls, or are copied.
 # - **float32** follows torch's setting of TF32. float64 is torch's matmul.
 # - **Training.** The backward pass needs both matmuls, so they are written.
 #   ``recompute=True`` computes them again, and saves their memory.
@@ -315,7 +317,7 @@ page.use()
 # - Fusion saves traffic, and a large matmul has little of it. Predict the gain
 #   before you write the kernel.
 # - Two tensors of one shape are one tensor with one more axis.
-# - With few rows, start many loads early. Arithmetic is free.
+# - With few rows, start many loads early. Arithmetic then costs nothing.
 #
 # Exercises
 # ---------

@@ -49,9 +49,10 @@ def matmul_float16(x, codes, scales, bits=4):
 
 # %%
 # With one row of x, each weight is read and used once, so time is bytes over
-# bandwidth: the first roof. The second, arithmetic, is far away. The third is
-# *instructions*. A multiprocessor has four schedulers, and each issues one
-# instruction per clock, for 32 threads. With the data sheet of an H100:
+# bandwidth. Such a limit is a :term:`roof`. The second roof, arithmetic, is
+# far away. The third is *instructions*. A multiprocessor has four schedulers,
+# and each issues one instruction per clock, for 32 threads. With the data
+# sheet of an H100:
 
 issued = 132 * 4 * 32 * 1.98e9  # per second: multiprocessors to clock
 unit = issued / 3.35e12 / 8  # for each bit that the memory delivers
@@ -67,9 +68,10 @@ page.picture.bars("Instructions per weight that arrives", budget, texts)
 # Step 1: shift and mask {gain shift at M=1, N=28672}
 # ---------------------------------------------------
 #
-# A word of 32 bits holds eight codes of one group. They are 16 columns apart,
-# so that code j of 16 neighbouring words meets 16 neighbouring columns of x.
-# K is a multiple of 128 on this page, and N of 16; the library takes any.
+# A word of 32 bits holds eight codes of one group. Code j of word w of a group
+# belongs to its column 16j + w. So code j of 16 neighbouring words needs 16
+# neighbouring columns of x. K is a multiple of 128 on this page, and N of 16;
+# the library takes any.
 
 
 @functools.lru_cache(maxsize=4)  # a weight is packed once
@@ -129,12 +131,14 @@ page.check(matmul_shift, *given)
 
 # %%
 # x has large values and rows far from zero. The error is relative to float64
-# with the same codes, in *eps*, the distance from 1 to the next float16.
-# *SASS per weight* counts the instructions of the compiled loop, one row of x.
+# with the same codes, in *eps*, the distance from 1 to the next float16. *SASS
+# per weight* counts the machine instructions of the compiled loop, for one row
+# of x.
 #
-# A program is one warp, and has four rows of the weight. A thread loads four
-# words of a row at once. A code then takes a shift, a mask, a subtraction, a
-# conversion and a multiply-add: the whole budget.
+# A program is one warp. It owns four rows of the weight and one row of x, or
+# four elements of the result. A thread loads four words of a row at once. A
+# code then takes a shift, a mask, a subtraction, a conversion and a
+# multiply-add: the whole budget.
 
 # %%
 # .. _four-bits-pairs:
@@ -282,12 +286,12 @@ def matmul_tensor(x, codes, scales, bits=4):
 page.check(matmul_tensor, *given)
 
 # %%
-# The reshapes name the bits of a lane's number and move nothing. A sum may
-# take its columns in any order: here a lane's eight columns of x are
-# neighbours. Without ``num_stages=1`` Triton copies words to shared memory
-# first. The library's kernel asks for the next blocks before it works on
-# these, and reads a weight once for 16 rows. Its codes are packed in pairs, so
-# it needs no ``prmt``.
+# The reshapes give axes to the bits of a lane's number: every element stays in
+# its lane. A sum may take its columns in any order: here a lane's eight
+# columns of x are neighbours. Without ``num_stages=1`` Triton copies words to
+# shared memory first. The library's kernel asks for the next blocks before it
+# works on these, and reads a weight once for 16 rows. Its codes are packed in
+# pairs, so it needs no ``prmt``:
 
 page.source("quantized_matmul", fold=True)
 

@@ -268,10 +268,10 @@ page.check(matmul_persistent, *given)
 #
 # Between two kernels the GPU is idle: the second one starts after the last
 # program of the first has ended. With :term:`programmatic dependent launch`
-# its programs start earlier, where a program of the first kernel has finished
-# its last tile while others still compute. They wait there until all that the
-# first kernel wrote can be read. A gap of a microsecond counts where the
-# matmuls are small.
+# its programs start earlier: a multiprocessor that has finished its last tile
+# of the first kernel starts them, while others still compute. They wait there
+# until all that the first kernel wrote can be read. A gap of a microsecond
+# counts where the matmuls are small.
 
 spans = {"first kernel": [(0, 4, "multiplies")]}
 spans["second kernel"] = [(2.6, 4.05, "waits"), (4.05, 8, "multiplies")]
@@ -364,7 +364,8 @@ page.use()
 # - Let the copy engine compute addresses, so that threads need not.
 # - Between tiles, keep loading: one long loop can hide what short ones wait
 #   for.
-# - Spread the tiles: no program should have two more than another.
+# - Spread the tiles: the shares of any two programs should differ by at most
+#   one tile.
 # - A kernel that says where it has to wait can start early.
 #
 # Exercises

@@ -237,12 +237,7 @@ def test_a_bandwidth_plot_of_two_dtypes_is_refused(df):
 
 
 def test_plots_have_nothing_painted_behind_them(sweep, df):
-<<<<<<< HEAD
-    axes = [plots.bandwidth(sweep), plots.dots(df)]
-    axes.append(plots.copies(machine(bandwidth=[{"bytes": 2**k, "cold": 1e12} for k in (20, 25)])))
-=======
     axes = [plots.bandwidth(sweep), plots.times(sweep), plots.dots(df)]
->>>>>>> 0c318a1 (Delete drawings and a figure that no page has any more)
     for ax in axes:
         assert ax.figure.get_facecolor()[3] == 0
         assert ax.get_facecolor()[3] == 0

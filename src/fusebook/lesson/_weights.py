@@ -114,7 +114,7 @@ class WeightsPage(Page):
                 off = x @ ((codes.double() - 2 ** (width - 1)) * wide - weight).T
                 found.append(f"{(off.square().mean() / want.square().mean()).sqrt():.2%} (group {group})")
             said.append(f"{width} bits: {', '.join(found)}")
-        text = f"What rounding changes in the result, root mean square. {'; '.join(said)}."
+        text = f"Error of the result by rounding the weight, root mean square. {'; '.join(said)}."
         return Shown(f"<p>{rich(text)}</p>", text)._now()
 
     @_or_banner

@@ -282,8 +282,8 @@ CLAIMS = (
     ),
     Claim(
         "target-gradient-roof",
-        "The gradients reach 90 % of the roofline: {least:.0%} to {most:.0%}, or {low:.0%} to {high:.0%} of a copy of "
-        "as many bytes. The best other reaches {other:.0%} of the roofline.",
+        "The gradients reach at least 90 % of the roofline: {least:.0%} to {most:.0%} by size, which is {low:.0%} to "
+        "{high:.0%} of copy speed. The best other implementation reaches {other:.0%} of the roofline.",
         lambda frames: _of_limit(frames, "roof", "fusebook"),
         ">= 0.9",
         _GRADIENTS,

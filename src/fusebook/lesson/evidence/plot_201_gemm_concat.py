@@ -264,7 +264,8 @@ CLAIMS = (
     Claim(
         "order-of-tiles",
         "At n = 8192, by the hardware counters, step 2 reads x and the weights {large:.0f} times from memory. Step 3 "
-        "reads them {grouped:.0f} times, and the library {fusebook:.0f} times. Predicted: 22 for step 2, 6 for step 3.",
+        "reads them {grouped:.0f} times, and the library {fusebook:.0f} times. Predicted: 22 for step 2, 6 for step 3. "
+        "The prediction assumes that programs which run together stay at the same turn of their loops.",
         lambda frames: pd.concat([_less(_read(frames), name, "large") for name in ("grouped", "fusebook")]),
         "> 1",
         "n = 8192, bfloat16; bytes that step 2 reads over those of step 3, and of the library",

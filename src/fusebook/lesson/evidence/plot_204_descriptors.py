@@ -124,8 +124,8 @@ CLAIMS = (
     ),
     Claim(
         "library-as-views",
-        "From n = 2048 on, the library's kernel is {least:.2x} to {most:.2x} as fast as torch's matmuls into views. Up "
-        "to n = 1024 it is {small:.2x} to {smallest:.2x} faster, in one launch instead of two.",
+        "From n = 2048 on, the library's kernel runs at {least:.2x} to {most:.2x} the speed of torch's matmuls into "
+        "views. Up to n = 1024 it is {small:.2x} to {smallest:.2x} faster, in one launch instead of two.",
         lambda frames: (rate := _rate(frames))[rate.index >= 2048],
         ">= 0.97",
         "n from 2048 to 8192, bfloat16, cold L2; GPU time of views over the library's kernel",
