@@ -2,10 +2,10 @@
 A training step in one kernel
 =============================
 
-Gradient descent on four hundred pictures needs ten thousand tiny steps. In
-eager PyTorch, each of them is many small kernels, and the GPU is idle most of
-the time. We write a step that reads the data once, and then a kernel that
-reads the data once in all steps.
+Logistic regression on four hundred pictures of 784 pixels takes ten thousand
+tiny steps of gradient descent. In eager PyTorch, each of them is many small
+kernels, and the GPU is idle most of the time. We write a step that reads the
+data once, and then a kernel that reads the data once in all steps.
 
 You will learn
 
@@ -108,10 +108,10 @@ given = step.stress(100, 60)  # X, y, w, b, lr, l2
 step.check(rows, *given)
 
 # %%
-# The steps of this page leave out the loss, so the check takes the library's.
-# The library also avoids atomic additions, whose order changes from run to
-# run: each program writes its part, and a second launch adds all parts in
-# order. In the heading, *warm* means in a :term:`CUDA graph`, with X in L2.
+# The steps of this page compute no loss, so the check compares weights and
+# bias only. The library also avoids atomic additions, whose order changes from
+# run to run: each program writes its part, and a second launch adds all parts
+# in order. In the heading, *warm* means in a :term:`CUDA graph`, with X in L2.
 
 # %%
 # .. _logistic-alone:
@@ -269,8 +269,9 @@ page.check(barriers, *many)
 # %%
 # The library's kernel needs no barriers. A word of 64 bits is written and read
 # as a whole: half of it is a float32, and half the number of the step. A
-# program reads the word that it needs until the number is right. That saves a
-# trip to the L2 cache each time. NCCL calls this its :term:`LL protocol`.
+# program reads the word that it needs until that has the number of the current
+# step. That saves a trip to the L2 cache each time. NCCL calls this its
+# :term:`LL protocol`.
 
 page.source("logistic_fit", fold=True)
 
@@ -297,16 +298,16 @@ step.catches(textbook, tame=tame, stress=given)
 # ---------------
 #
 # Fifty steps, *end to end*: the CPU launch time or the GPU time, whichever is
-# larger (see :doc:`plot_002_measuring`). *fusebook steps* are single fused
-# steps, two launches each. From some thousand rows on, X no longer fits into
-# the registers of all multiprocessors, and ``logistic_fit`` is a loop of such
-# steps.
+# larger (see :doc:`plot_002_measuring`). *fusebook steps* are fifty calls of
+# ``logistic_step``, with two launches each. From some thousand rows on, X no
+# longer fits into the registers of all multiprocessors, and ``logistic_fit``
+# is a loop of such steps.
 
 page.plot("times", over="N")
 
 # %%
-# The table has one step of a hundred in a CUDA graph, so Python costs nothing.
-# One program alone has no room for 400 rows.
+# The table shows the time of a step, as the mean of a hundred in a CUDA graph.
+# So Python costs nothing. One program alone has no room for 400 rows.
 
 page.steps(eager=eager, rows=rows, alone=alone, barriers=barriers)
 

@@ -100,8 +100,8 @@ page.check(nearest_one_pass, *given)
 # ----------------------------------------------------------------------
 #
 # In memory, the two coordinates of a point are adjacent. Step 1 loads every
-# second word, twice, so a load of a :term:`warp` uses half of the bytes that
-# it touches. But a thread can load 16 bytes at once, two whole points:
+# second word, twice, so a load of a :term:`warp` fetches twice the bytes that
+# it uses. But a thread can load 16 bytes at once, two whole points:
 
 page.picture.coordinates(points=4)
 
@@ -144,8 +144,8 @@ page.check(nearest_pairs, *given)
 # %%
 # The gain above is with labels of one byte, ``uint8``, which is enough for 256
 # centres. With wider labels, memory is busy in step 1 already, as the table
-# below shows. **It saves most to write less**: a point and its label have 9
-# bytes then, instead of 16.
+# below shows. **The narrow label itself saves most**: a point and its label
+# have 9 bytes instead of 16.
 #
 # The library's kernel takes up to eight coordinates and any number of centres.
 # It has one load for 2, 4 or 8 coordinates:
@@ -154,15 +154,16 @@ page.source("kmeans_assign", fold=True)
 
 # %%
 # Many coordinates do not fit into registers, and distances become a matmul.
-# That is subtle, since large numbers cancel. The library compares the points
-# that a matmul cannot decide with all centres, by differences.
+# Its rounding may decide between two centres that are almost equally near. For
+# such points, the library computes the distances to all centres again, from
+# differences.
 #
 # Is it correct?
 # --------------
 #
-# Test with data that has no symmetry that a mistake might have, too. This code
-# exchanges x and y of the points, as a wrong ``tl.split`` would. If all
-# centres have x = y, no label changes:
+# Test with data that has no symmetry, since a symmetry can hide a mistake.
+# This code exchanges x and y of the points, as a wrong ``tl.split`` would. If
+# all centres have x = y, no label changes:
 
 
 def exchanged(points, centres, label_dtype):
@@ -194,10 +195,10 @@ page.steps(eager=nearest_eager, **steps)
 page.findings()
 
 # %%
-# The gain exceeds the prediction because eager kernels are slower than memory.
-# PyTorch's reductions are made for long rows, and here they reduce two
-# elements. ``torch.compile`` writes step 1 by itself. It cannot know how
-# narrow a label may be.
+# The gain exceeds the prediction because eager kernels do not reach the
+# bandwidth of memory. PyTorch's reductions are made for long rows, and here
+# they reduce two elements. ``torch.compile`` writes step 1 by itself. It
+# cannot know how narrow a label may be.
 #
 # .. _kmeans-use:
 #
@@ -210,10 +211,11 @@ page.findings()
 labels = fusebook.kmeans_assign(points, centres, label_dtype=torch.uint8)
 
 # %%
-# - **Checks.** ``check=True``, the default, refuses points that are not
-#   finite. It reads them first and waits for the GPU. Times are without it.
+# - **Checks.** ``check=True``, the default, raises an error for points that
+#   are not finite. It reads them first and waits for the GPU. Times are
+#   without it.
 # - **Memory.** It allocates the labels. For many coordinates it also allocates
-#   a list of points that need a second look.
+#   a list of those points whose distances are computed twice.
 # - **Gradients.** Labels have none.
 
 page.use()

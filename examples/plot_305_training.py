@@ -181,8 +181,9 @@ class Rope(torch.autograd.Function):
 
 
 # %%
-# This can be checked without another reference. With the opposite sines in
-# its table, the gradient has to be the rotation itself:
+# This can be checked without another reference. Given a table of -sin, the
+# backward pass turns by the angle itself, as the forward pass does. So it has
+# to return the rotation:
 
 
 def by_gradient(q, k, cos, sin, style="neox"):
@@ -276,10 +277,11 @@ page.replacements()
 # -----------------------
 #
 # Fused kernels round less often, so results differ in the last bits, and in
-# 100 steps these differences grow. How much may they? As much as by rounding
-# alone. So we train a small Llama three times by eager PyTorch. The second run
-# has the sequences of a batch in another order, and the third one computes
-# attention by other operations. How far do patched runs leave their range?
+# 100 steps these differences grow. They may grow as much as by rounding alone.
+# So we train a small Llama three times by eager PyTorch. The second run has
+# the sequences of a batch in another order, and the third one computes
+# attention by other operations. Then we measure how far patched runs leave the
+# range of these three.
 #
 # Gradients are compared layer by layer with those in float64, before the first
 # step and after 100. Patched ones may be as far from these as eager's are.
@@ -307,6 +309,7 @@ rotation = fusebook.rope(q, cos, sin, k)  # a new q and a new k
 #   ``fusebook.patch(model, loss=False)`` keeps them.
 # - **Inside torch.compile** the compiler fuses most of these operations, too.
 #   Patch before you compile, and measure your model with and without.
+# - **Do not patch** a model whose profile is nearly all matmuls and attention.
 
 page.use()
 

@@ -4,8 +4,8 @@ A kernel becomes an operator
 
 A function that launches a kernel gives the right elements, and PyTorch knows
 nothing about it. Its gradient is lost, ``torch.vmap`` stops with an error, and
-``torch.export`` needs tensors that have no memory. We register the function as
-an *operator*, one ability at a time, and measure what a call of it costs.
+``torch.export`` cannot trace it. We register the function as an *operator*,
+one ability at a time, and measure what a call of it costs.
 
 You will learn
 
@@ -134,10 +134,10 @@ answers(function, "call", "grad", "vmap")
 
 # %%
 # The gradient is lost, and nothing says so: a model would train without it.
-# Under vmap there is no address of one row that a launcher could use. We do
-# not ask for more. A program is traced with :term:`fake tensors <fake
-# tensor>`, which have a shape, strides and a dtype, and no memory. A launcher
-# must not take an address of these.
+# Under vmap there is no address of one row that a launcher could use. Here we
+# do not try to compile it. A compiler traces a program with :term:`fake
+# tensors <fake tensor>`, which have a shape, strides and a dtype, and no
+# memory. A launcher must not take an address of these.
 
 # %%
 # .. _operator-custom:
@@ -158,8 +158,8 @@ callers = [
 page.picture.routes(caption, callers)
 
 # %%
-# The types in its signature are the operator's *schema*. The kernel is one
-# node of a traced program, and nothing looks into it.
+# The types in its signature are the operator's *schema*. In a traced program,
+# the operator is one node, and the compiler does not see the kernel in it.
 
 
 @torch.library.custom_op("lesson::silu", mutates_args=())
@@ -258,8 +258,8 @@ torch.testing.assert_close(library(x), silu_eager(x))
 #
 # ``triton_op`` is ``custom_op`` for functions that launch Triton kernels. A
 # compiler looks into it and sees an allocation and a kernel. It needs no fake,
-# and launches the kernel from the code that it generates. The interpreter has
-# no kernel to show.
+# and launches the kernel from the code that it generates. Triton's interpreter
+# compiles no kernel, so there the function calls it directly.
 
 
 @torch.library.triton_op("lesson::visible", mutates_args=())
@@ -329,9 +329,11 @@ page.findings()
 # --------------
 #
 # Register a kernel if it is to be used in training, in vmap, or in a compiled
-# or exported program. ``fusebook.silu`` is registered as in step 3. A plain
-# call of it avoids the dispatcher: it checks that nothing traces or transforms
-# the call, and launches by a plan that it keeps (:doc:`plot_003_launching`).
+# or exported program. **Do not register** a kernel that is only called: a
+# plain launcher takes less of the CPU's time. ``fusebook.silu`` is registered
+# as in step 3. A plain call of it avoids the dispatcher: it checks that
+# nothing traces or transforms the call, and launches by a plan that it keeps
+# (:doc:`plot_003_launching`).
 
 y = fusebook.silu(x)
 page.use()

@@ -89,9 +89,9 @@ page.check(from_torch, shape, indices, updates)
 # %%
 # The launcher allocates nothing. Its last argument says where to write, as
 # ONNX Runtime owns the memory of outputs. An operator has a name, inputs with
-# types, and outputs whose shape comes from somewhere: here from the *values*
-# of an input. These are needed on the CPU (``host``), since to fetch them from
-# the GPU would mean to wait for it.
+# types, and outputs. Here the *values* of the input ``shape`` are the shape of
+# the output. They are needed on the CPU (``host``), since fetching them from
+# the GPU would mean waiting for it.
 
 adding = fusebook.ort.custom_op(
     "AddRows",
@@ -165,9 +165,9 @@ page.check_graph(callback, shape, indices, updates)
 # ---------------------------------------------------
 #
 # The library's operators are nodes too. On a small table its kernel takes the
-# GPU about as long as the one of step 1. Its *launcher* is faster: it keeps
-# what it found out about the arguments of the last calls. That is the subject
-# of :doc:`plot_003_launching`.
+# GPU about as long as the one of step 1. Its *launcher* is faster: it caches
+# what it derived from the arguments of the last calls. That is the subject of
+# :doc:`plot_003_launching`.
 
 masked = graph("y = fusebook.MaskedScatterNDOfShape (shape, indices, updates)")
 
@@ -200,8 +200,8 @@ page.c("load", "launch")
 
 # %%
 # The price is that choices are made beforehand. Triton compiles a kernel again
-# for another tile, or for rows at odd addresses. A library has the kernels
-# that its author listed.
+# for another tile, or for rows at addresses that are not aligned. A library
+# has the kernels that its author listed.
 
 
 def built(**options):
