@@ -7,6 +7,8 @@ import math
 
 import pytest
 import torch
+import torch.utils.checkpoint
+from torch._subclasses import FakeTensorMode
 
 import fusebook
 from fusebook.cards.concat_gemm import CONCAT_GEMM
@@ -313,6 +315,46 @@ def test_gradients_have_the_strides_of_weights(device):
     found = torch.autograd.grad(fusebook.swiglu(x, gate.T, up.requires_grad_()).sum(), [gate, up])
     want = torch.autograd.grad(swiglu_eager(x, gate.T, up).sum(), [gate, up])
     assert [t.stride() for t in found] == [(8, 1), (5, 1)]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8), (8,), (0, 8)], ids=str)
+def test_a_second_call_of_the_same_kinds_has_the_same_gradients(shape, device):
+    """It has less to check."""
+    x, gate, up = (drawn(*s, device=device).requires_grad_() for s in (shape, (5, 8), (8, 5)))
+    found = []
+    for _ in range(2):
+        y = fusebook.swiglu(x, gate.T, up)
+        (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        second = torch.autograd.grad(first.sum(), [gate, up], retain_graph=True)
+        found.append([y, first, *second, *torch.autograd.grad(y.sum(), [x, gate, up])])
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))
+    assert y.grad_fn.name() == "_KeptBackward"
+
+
+def test_a_call_that_is_like_one_before_is_checked_again_where_it_differs(device):
+    x, gate, up = (drawn(*s, device=device).requires_grad_() for s in ((6, 8), (8, 5), (8, 5)))
+    fusebook.swiglu(x, gate, up)
+    assert fusebook.swiglu(x, gate, up).grad_fn.name() == "_KeptBackward"
+    for other in (up.detach().half(), up.detach().to_sparse(), up.detach()[None], up.detach()[:, :4], 3.0):
+        with pytest.raises((TypeError, ValueError), match="swiglu: expected up "):
+            fusebook.swiglu(x, gate, other)
+    with torch.autocast(device, torch.bfloat16):
+        y = fusebook.swiglu(x, gate, up)
+    assert y.dtype == torch.bfloat16
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(y.sum(), [x, gate, up]))
+    rows = torch.vmap(lambda x: fusebook.swiglu(x, gate, up))(x[:, None])
+    assert torch.allclose(rows[:, 0], fusebook.swiglu(x, gate, up), atol=1e-5)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert fusebook.swiglu(*map(mode.from_tensor, (x, gate, up))).shape == (6, 5)
+
+
+def test_a_checkpoint_of_a_first_call_saves_what_later_calls_do(device, monkeypatch):
+    monkeypatch.setattr(products, "_checked", [])
+    x, gate, up = (drawn(*s, device=device).requires_grad_() for s in ((6, 8), (8, 5), (8, 5)))
+    y = torch.utils.checkpoint.checkpoint(fusebook.swiglu, x, gate, up, use_reentrant=False)
+    found = torch.autograd.grad(y.sum(), [x, gate, up])
+    want = torch.autograd.grad(swiglu_eager(x, gate, up).sum(), [x, gate, up])
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, want, strict=True))
 
 

@@ -30,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import Parameter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._call import (
@@ -37,7 +38,9 @@ from ._call import (
     INTERPRETED,
     Distance,
     Operator,
+    _guards,
     apply,
+    as_it_is,
     contiguous,
     empty,
     flag,
@@ -45,7 +48,9 @@ from ._call import (
     launch,
     lower,
     one_of,
+    recorder,
     shapes,
+    watched,
 )
 
 __all__ = ["concat_gemm", "concat_gemm_eager", "swiglu", "swiglu_eager"]
@@ -916,6 +921,13 @@ _operator_swiglu, _operator_kept = (
         ("swiglu_kept", f"{_swiglu_schema}[]", _kept_outputs, _kept_into, _kept_places),
     )
 )
+_gated = Operator(
+    "swiglu_gate",
+    "(Tensor g, Tensor u) -> Tensor",
+    check=lambda *given: given,
+    outputs=lambda g, u: empty(g.shape, g.dtype, g.device),
+    into=lambda y, g, u: _elementwise(_gate, [y], [*map(contiguous, (g, u))], None),
+)
 _gradient_of_gate = Operator(
     "swiglu_gate_backward",
     "(Tensor dy, Tensor g, Tensor u, Tensor? bias) -> Tensor",
@@ -923,6 +935,39 @@ _gradient_of_gate = Operator(
     outputs=lambda dy, g, u, bias: empty((g.shape[0], 2 * g.shape[1]), g.dtype, g.device),
     into=_through_gate_into,
 )
+
+
+class _Kept(torch.autograd.Function):
+    """What `swiglu_kept` does and saves, in less host time: the products are no results, which autograd would track."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
+        products = torch.matmul(x, gate), torch.matmul(x, up)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, gate, up, None, *products)
+        return _gated.call(*products)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        return _backward(ctx, as_it_is(dy))[:3]
+
+
+_kept = recorder(_Kept)
+#: What tells whether arguments are as others that were checked, and whether a mode, a transform or autocast is at work.
+_checked: list[Any] = []
+
+
+def _with_gradient(x: Any, gate: Any, up: Any) -> Tensor:
+    """SwiGLU of three tensors: those of kinds that were checked need no other check."""
+    for check in _checked:
+        if check(x, gate, up):
+            return _kept(x, gate, up)  # type: ignore[no-any-return]
+    y = _operator_kept.call(x, gate, up, None, None, None)[0]
+    plain = all([type(t) in (Tensor, Parameter) and t.dtype is y.dtype for t in (x, gate, up)])
+    if plain and _guards is not None:
+        made = _guards(x, gate, up, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        _checked[:] = [made.check, *_checked[:3]]
+    return y  # type: ignore[no-any-return]
 
 
 def concat_gemm(
@@ -1044,5 +1089,7 @@ def swiglu(
     elif torch.is_grad_enabled() and not (isinstance(strategy, str) and strategy == "fused"):
         for t in (x, gate, up, bias):
             if isinstance(t, Tensor) and t.requires_grad:
+                if bias is tf32 is strategy is None and not watched():
+                    return _with_gradient(x, gate, up)
                 return _operator_kept.call(x, gate, up, bias, tf32, strategy)[0]  # type: ignore[no-any-return]
     return _operator_swiglu.call(x, gate, up, bias, tf32, strategy)
