@@ -290,7 +290,7 @@ def _other_count(optimizer, ps):
 
 
 def _other_strides(optimizer, ps):
-    ps[0].grad = ps[0].grad.contiguous(memory_format=torch.contiguous_format)
+    ps[0].grad = ps[0].grad.mT.contiguous().mT
 
 
 def _none(optimizer, ps):
@@ -323,7 +323,7 @@ def _new_memory(optimizer, ps):
 )  # fmt: skip
 @pytest.mark.parametrize("capturable", [False, True])
 def test_what_changes_between_two_steps_is_noticed(change, capturable, device):
-    lists, made = [parameters(device) for _ in BOTH], []
+    lists, made = [parameters(device)[1:] for _ in BOTH], []
     for kind, ps in zip(BOTH, lists, strict=True):
         optimizer = kind(ps, lr=0.1)
         optimizer.param_groups[0]["capturable"] = capturable and kind is AdamW  # torch's is for GPUs only
@@ -336,6 +336,20 @@ def test_what_changes_between_two_steps_is_noticed(change, capturable, device):
     close(*lists)
     close(*([p for group in o.param_groups for p in group["params"]] for o in made))
     close(*([value for state in o.state.values() for value in state.values()] for o in made))
+
+
+def test_a_seed_that_a_group_gets_later_is_for_bfloat16_alone(device):
+    results = []
+    for seed in (None, 7):
+        torch.manual_seed(0)
+        ps = [
+            torch.nn.Parameter(torch.randn(500, device=device).to(dtype)) for dtype in (torch.bfloat16, torch.float32)
+        ]
+        optimizer = after(AdamW(ps), ps, 1)
+        optimizer.param_groups[0]["seed"] = seed
+        after(optimizer, ps, 1, 1)
+        results.append(ps)
+    assert [torch.equal(*both) for both in zip(*results, strict=True)] == [False, True]
 
 
 def test_a_second_step_with_new_gradients_looks_up_no_state(device, monkeypatch):

@@ -56,7 +56,7 @@ class _Kept:
 
     params: list[Tensor]
     left: list[Tensor]
-    options: list[Any]
+    seed: Any
     launches: list[_Launch]
 
     def again(self, group: dict[str, Any]) -> list[Any]:
@@ -64,15 +64,11 @@ class _Kept:
         if (
             len(self.params) != len(group["params"])
             or not _same(self.params, group["params"])
-            or not _same(self.options, map(group.get, _OPTIONS))
+            or self.seed is not group["seed"]
             or any([p.grad is not None for p in self.left])
         ):
             return [None]
         return [launch.again() for launch in self.launches]
-
-
-#: What decides the launches of a group.
-_OPTIONS = ("amsgrad", "capturable", "seed")
 
 
 def _same(some: Iterable[Any], others: Iterable[Any]) -> bool:
@@ -226,7 +222,7 @@ class AdamW(torch.optim.AdamW):
             launch.count_by(launch.count)
             taken.add(id(launch.count))
             launches.append(launch)
-        self._kept[id(group)] = _Kept([*group["params"]], left, [group[key] for key in _OPTIONS], launches)
+        self._kept[id(group)] = _Kept([*group["params"]], left, group["seed"], launches)
         return [(launch, [p.grad for p in launch.params]) for launch in launches]
 
     def _launch(
