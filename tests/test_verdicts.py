@@ -251,7 +251,7 @@ def an_old_page(monkeypatch):
     every = pages.pages()
     about = dataclasses.replace(every["302"], title=RST.splitlines()[4], whom="those who reduce", before=("002", "101"))
     monkeypatch.setattr(pages, "pages", lambda: {**every, "302": about})
-    monkeypatch.setattr(box.lessons, "lesson", lambda docname: "")
+    monkeypatch.setattr(box.lessons, "of_lesson_api", lambda docname: "")
 
 
 def test_the_box_stands_under_the_title_and_says_what_to_have_read(monkeypatch, tmp_path, facts, an_old_page):
