@@ -41,7 +41,6 @@ SCATTERS = ["masked_scatter_nd_of_shape", "scatter_nd_of_shape", "embedding_back
 NORMS = ["rms_norm", "add_rms_norm", "rms_norm_fp8", "layer_norm", "rms_norm_backward", "layer_norm_backward"]
 #: Claims that a record has no numbers for, by lesson: the evidence says so, until the page is recorded again.
 WAITING = {
-    "plot_003_launching": {"steps-correct"},
     "plot_103_scatter_nd": {"sorted-gain"},
     "plot_302_numpy_to_cuda": {"kernel-gain", "steps-correct"},
     "plot_202_swiglu": {"stacked-gain", "few-gain"},
@@ -49,8 +48,6 @@ WAITING = {
         *("descriptors-gain", "persistent-gain", "dependent-gain", "steps-correct", "no-spills", "views-reached"),
         "library-best-step",
     },
-    "plot_307_moving_centres": {"registers-gain", "parts-cost", "one-pass-gain", "steps-correct"},
-    "plot_308_scikit_learn": {"loop-gain", "ahead-gain", "steps-correct"},
 }
 
 

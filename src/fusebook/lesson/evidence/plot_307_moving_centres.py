@@ -29,8 +29,6 @@ with extra("book"):
     import pandas as pd
 
 PAGE = _points.PointsPage
-#: No GPU has timed the steps of this page yet: a strict build shows that, too.
-UNRECORDED = True
 OPERATORS = ("kmeans_update", "kmeans_step")
 EXAMPLE = {"n": 20_000_000, "d": 2, "k": 2, "labels": "int64", "law": "blobs", "dtype": "float32"}
 WORDS = "{n:,.0f} points of {d} coordinates in {dtype}, {k} centres, {labels} labels"

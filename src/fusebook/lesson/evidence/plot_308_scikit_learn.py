@@ -22,8 +22,6 @@ with extra("book"):
     import pandas as pd
 
 PAGE = _points.EndsPage
-#: No GPU has timed the steps of this page yet: a strict build shows that, too. Whole runs of the library are recorded.
-UNRECORDED = True
 CLOCK = "call"
 OPERATORS = ("kmeans_step",)
 CALLED = "kmeans"
