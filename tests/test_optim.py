@@ -335,7 +335,7 @@ def test_what_changes_between_two_steps_is_noticed(change, capturable, device):
         made.append(optimizer)
     close(*lists)
     close(*([p for group in o.param_groups for p in group["params"]] for o in made))
-    close(*([value for state in o.state.values() for value in state.values()] for o in made))
+    close(*([value.cpu() for state in o.state.values() for value in state.values()] for o in made))
 
 
 def test_a_seed_that_a_group_gets_later_is_for_bfloat16_alone(device):
