@@ -202,6 +202,8 @@ def _name_ends(ax: Axes, ends: _Ends) -> None:
             if (short := height - (places[i + 1] - places[i])) > 0:
                 places[i] -= short / 2
                 places[i + 1] += short / 2
+    highest = float(ax.transAxes.transform((0, 1))[1]) - height / 2  # above is the title
+    places = [min(place, highest - i * height) for i, place in zip(range(len(places))[::-1], places, strict=True)]
     lowest = float(ax.transAxes.transform((0, 0))[1]) + height / 2  # below stand the numbers of the x axis
     for i, place in enumerate(places):
         places[i] = max(place, lowest + i * height)

@@ -424,10 +424,11 @@ def limits(op: Op, frame: pd.DataFrame, gradient: pd.DataFrame | None, kind: str
     """When not to use the library: where another is faster, and where the launch decides; memory of its gradient."""
     everything = _against(op, frame, *verdicts.GROUPS, kind=kind)
     lost = everything[everything > 1 + tables.WITHIN].sort_values(ascending=False)
-    many = _many(frame)
-    told = f"No other implementation is more than 2 % faster at any of {len(everything)} recorded {many}."
+    many, clock = _many(frame), " end to end" if kind == "paid" else ""
+    told = f"No other implementation is more than 2 % faster{clock} at any of {len(everything)} recorded {many}."
     if len(lost):
-        told = f"**Do not use it** where another implementation is faster: at {len(lost)} of {len(everything)} {many}."
+        told = "**Do not use it** where another implementation is faster"
+        told += f"{clock}: at {len(lost)} of {len(everything)} {many}."
     found = [told]
     if len(lost):
         behind = tables.behind(verdicts.compared(op, frame, verdicts.GROUPS), kind=kind)
