@@ -1,302 +1,321 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["fusebook[book]"]
-#
-# [tool.uv.sources]
-# fusebook = { path = "..", editable = true }
-# ///
 """
 K-means over several GPUs
 =========================
 
-When the points no longer fit one GPU, or one GPU is no longer fast enough:
-each GPU has a share of the points, and all have the same centres. This page
-writes the iteration for any number of GPUs, asks whether the result is the
-same to the bit, and measures how much of a second GPU is left when the two
-have to agree after each iteration. Its last part measures what a manual of
-2013 says about one user and several GPUs.
+Each GPU has a share of the points, and all have the same centres. In each
+iteration they exchange a few bytes and wait for each other. We write the
+exchange as one Triton kernel that stores to the memory of other GPUs.
 
-With as many GPUs as it asks for, the page starts one process for each and
-measures. With fewer, everything is replayed from the record of a pair that is
-named at the end.
+You will learn
 
-For whom: those who have two GPUs or more, and data that can be split by rows.
+- what several GPUs have to exchange, and what it costs,
+- how a kernel reads and writes another GPU's memory,
+- how to send data and the news of its arrival in one word.
 
-Read before: 003, 303.
+Prerequisites: :doc:`plot_002_measuring`, :doc:`plot_303_kmeans`. No GPU is
+needed: without one, kernels run in Triton's interpreter, and times come from
+a record.
 """
 
-# %%
-# The problem
-# -----------
-#
-# An iteration of k-means labels each point with its nearest centre and moves
-# each centre to the mean of its points. The first half knows nothing of other
-# points. The second needs, of all points, k sums of d coordinates and k
-# counts: k (d + 1) numbers, however many points there are. So the points may
-# lie anywhere. Each GPU labels its own and adds them up, the sums of all GPUs
-# are added, and every GPU divides. Only these few bytes travel.
+import functools
+
+import fusebook  # first: without a GPU it turns Triton's interpreter on
+import fusebook.lesson as lesson
 
 # sphinx_gallery_tags = ["k-means", "several GPUs", "NCCL", "NVLink"]
-import time
-
-import fusebook  # before triton: it decides whether kernels are interpreted
-from fusebook import plots
-from fusebook.cards.kmeans import KMEANS_STEP
-from fusebook.measure.inputs import generator
-from fusebook.page import (
-    Folded,
-    Kernels,
-    claim,
-    claims,
-    downloads,
-    enough,
-    holds,
-    measured,
-    options,
-    provenance,
-    ranks,
-    say,
-    table,
-    target,
-    timed,
-    work,
-)
-
-import pandas as pd
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 
-asked = options(gpus=2)
+page = lesson.open("plot_402_two_gpus", gpus=2)
+page.verdict()
 
 # %%
-# The program
-# -----------
+# What has to travel
+# ------------------
 #
-# One process a GPU
-# ~~~~~~~~~~~~~~~~~
+# An iteration labels each point with its nearest centre, and moves each centre
+# to the mean of its points. A GPU can label its points alone. A mean needs all
+# of them: for each of K centres a sum of D coordinates, and a count. These are
+# K (D + 1) numbers, however many points there are.
 #
-# The processes run the same lines. Each is a :term:`rank`, a number from 0,
-# and there are *world* of them. What differs from rank to rank is which points
-# it has. ``torchrun`` starts them, tells each its rank by environment
-# variables, and ends the others when one fails. All the rest is
-# `torch.distributed`: the processes find each other, and from then on a sum
-# over all of them is a call.
-#
-# The step on one GPU ends in parts of sums, one of each group of programs, and
-# a small kernel that adds the parts and divides. Between the two the other
-# GPUs come in:
+# ``torchrun`` starts one process per GPU. Each process is a *rank*, a number
+# from 0, and runs this program. NCCL, NVIDIA's library for communication, adds
+# the sums of all ranks:
 
 
 def by_nccl(points, centres):
-    """An iteration; the sums of all GPUs are added by NCCL."""
     labels, parts = torch.ops.fusebook.kmeans_sums(
         points, centres, torch.uint8
     )
     total = parts.sum(0, dtype=torch.float64, keepdim=True)
-    dist.all_reduce(total)
+    dist.all_reduce(total)  # K (D + 1) numbers travel
     return labels, torch.ops.fusebook.kmeans_means(total, centres)
 
 
 # %%
-# Without a library between
-# ~~~~~~~~~~~~~~~~~~~~~~~~~
-#
-# For two centres in the plane there are six numbers to add, by NCCL in three
-# launches where one would do. GPUs of one machine can read and write each
-# other's memory, over NVLink here. PyTorch maps that memory into each process
-# (:term:`symmetric memory`), and a kernel stores to it as to its own. So the
-# kernel that adds the parts can do all of it: add its own, send the sums to
-# the others, wait for theirs, divide.
-#
-# How does it know that a sum has come? A flag that is written after the sum
-# would do. But it may be sent only when the sum is known to have come, which
-# takes a trip there and back. So the flag travels with the data, in each word.
-# A word of 64 bits arrives whole. Half of it is half of a sum, the other half
-# is the number of the iteration; whoever reads that number in it has the sum.
-# NCCL calls this its low-latency protocol, :term:`LL protocol`. It doubles the
-# bytes, and of these there are few.
-#
-# The kernel counts iterations itself, so that a CUDA graph of it can be
-# replayed; and nobody has to reset a flag.
-
-Folded("The library's kernels", Kernels(fusebook.SharedKMeans))
+# ``parts`` [P, K, D + 1] are sums of groups of points, so NCCL takes three
+# launches: one adds the parts, one adds the ranks, and one divides. For a few
+# bytes, latency is all that counts. One kernel can do the three, so **we
+# predict** that two launches and most of NCCL's latency go.
 
 # %%
-# Two buffers for the sums take turns. A rank that sends its sums for iteration
-# t + 1 has received the others' sums for t. They sent these after they had
-# read the buffer of t - 1, which is the one that t + 1 overwrites.
+# .. _gpus-flag:
 #
-# Shares
-# ~~~~~~
+# Step 1: store, then raise a flag {gain flag at N=2}
+# ---------------------------------------------------
 #
-# Points are drawn where they are needed: a rank draws its own. A share is cut
-# where a program's points end, for a reason that comes below.
+# GPUs of one machine can map each other's memory. To a kernel, ``memory[r]``
+# is a pointer like any other, and a store to it goes over NVLink. This
+# *symmetric memory* has the same shape on every GPU. Here it has a place for
+# the sums of each sender, and two of these take turns.
 
 
-def drawn(n, d, k, seed):
-    """n points around k middles, and centres not far from these."""
-    rng = generator(0)
-    at = {"generator": rng, "device": rng.device}
-    middle = 3 * torch.randn(k, d, **at)
-    start = middle + 0.3 * torch.randn(k, d, **at)
-    rng.manual_seed(seed)
-    points = torch.empty(n, d, device=rng.device)
-    for some in points.split(10_000_000):
-        label = torch.randint(k, (len(some),), **at)
-        some.copy_(torch.randn(len(some), d, **at) + middle[label])
-    return points, start
+@triton.jit
+def tile(K, D, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The sums of BLOCK_K centres: D of coordinates, and a count."""
+    j = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
+    a = tl.arange(0, BLOCK_D)[None, :]
+    return j, a, (j < K) & (a <= D)
 
 
-def on_gpus(cases, handful=((9000, 2, 2), (40, 20, 5))):
-    """The cases, or a handful of points where kernels are interpreted."""
-    return cases if generator(0).device.type == "cuda" else handful
+@triton.jit
+def add_parts(parts_ptr, PARTS, SIZE, at, inside, GROUP: tl.constexpr):
+    own = tl.zeros(at.shape, tl.float64)
+    for first in range(0, PARTS, GROUP):
+        part = first + tl.arange(0, GROUP)[:, None, None]
+        live = (part < PARTS) & inside[None]
+        x = tl.load(parts_ptr + part * SIZE + at[None], mask=live, other=0.0)
+        own += tl.sum(x.to(tl.float64), 0)
+    return own
+
+
+@triton.jit
+def divide(out_ptr, old_ptr, total, j, a, inside, D):
+    """Means; a centre without points stays where it is."""
+    count = tl.sum(tl.where(a == D, total, 0.0), 1)[:, None]
+    at, inside = j * D + a, inside & (a < D)
+    old = tl.load(old_ptr + at, mask=inside, other=0.0).to(tl.float64)
+    mean = tl.where(count > 0, total / count, old)
+    tl.store(out_ptr + at, mean.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 # %%
-# How the ranks measure
-# ~~~~~~~~~~~~~~~~~~~~~
-#
-# *Weak scaling*: each GPU has as many points as one alone had. *Strong
-# scaling*: all together have as many as one alone had. One GPU alone runs
-# ``kmeans_step``, which knows of no others. Iterations stand in a CUDA graph,
-# so that only the device's time is measured, and the slowest rank counts.
-# Points are more than the L2 cache holds: nothing is flushed. *NCCL* is the
-# function above, *halves* the one below, and *fusebook* the library's
-# ``SharedKMeans``, which sends words where GPUs reach each other's memory.
-
-CASES = ((20_000_000, 2, 2), (100_000_000, 2, 2), (2_000_000, 64, 256))
+# A rank stores its sums to all others, and then raises a flag there: the
+# number of the iteration. *Release* means that the flag arrives after all
+# stores before it. A rank that has read its flags with *acquire* also sees
+# what was stored before them. A sum and its flag share a word of two halves
+# in ``memory``: [sender, turn, K, D + 1, 2].
 
 
-def in_halves(points, centres):
-    """The sums of one half are added while the other half is labelled."""
-    halves = points.chunk(2)
-    labels, parts = torch.ops.fusebook.kmeans_sums(
-        halves[0], centres, torch.uint8
-    )
-    first = parts.sum(0, dtype=torch.float64, keepdim=True)
-    sent = dist.all_reduce(first, async_op=True)
-    others, parts = torch.ops.fusebook.kmeans_sums(
-        halves[1], centres, torch.uint8
-    )
-    second = parts.sum(0, dtype=torch.float64, keepdim=True)
-    dist.all_reduce(second)
-    sent.wait()
-    total = torch.cat([first, second])
-    return (labels, others), torch.ops.fusebook.kmeans_means(total, centres)
+@triton.jit
+def acquired(flag_ptr):  # adding 0 is a load that acquires
+    return tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
 
 
-def iterations(n, d, k):
-    """An iteration in each way, by the scaling and the way."""
-    points, centres = drawn(n, d, k, 100 + dist.get_rank())
-    step = fusebook.SharedKMeans(k, d)
-
-    def chosen(share):
-        return step(share, centres, label_dtype=torch.uint8)
-
-    def alone():
-        return torch.ops.fusebook.kmeans_step(points, centres, torch.uint8)
-
-    share = points[: n // dist.get_world_size()]
-    return {
-        ("one GPU", "alone"): alone,
-        ("weak", "NCCL"): lambda: by_nccl(points, centres),
-        ("weak", "halves"): lambda: in_halves(points, centres),
-        ("weak", "chosen"): lambda: chosen(points),
-        ("strong", "NCCL"): lambda: by_nccl(share, centres),
-        ("strong", "halves"): lambda: in_halves(share, centres),
-        ("strong", "chosen"): lambda: chosen(share),
-    }
-
-
-def scaling():
-    rows, world = [], dist.get_world_size()
-    for n, d, k in on_gpus(CASES):
-        calls = max(2, 200_000_000 // (n * d))
-        found = timed(iterations(n, d, k), calls=calls, repeat=11)
-        for (kind, way), us in found.items():
-            many = n * world if kind == "weak" else n
-            rows.append((n, d, k, kind, way, world, many, us))
-    columns = ["n", "d", "k", "scaling", "way", "GPUs", "points", "us"]
-    return pd.DataFrame(rows, columns=columns)
+@triton.jit
+def means_by_flag(
+    out_ptr, memory, parts_ptr, old_ptr, turns_ptr, PARTS, K, D,
+    ME: tl.constexpr, WAIT: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    p, SIZE = tl.program_id(0), K * (D + 1)
+    j, a, inside = tile(K, D, BLOCK_K, BLOCK_D)
+    at = j * (D + 1) + a
+    own = add_parts(parts_ptr, PARTS, SIZE, at, inside, GROUP)
+    times = tl.load(turns_ptr + p).to(tl.int64) + 1
+    place, flag = 2 * (times % 2) * SIZE, 2 * p * BLOCK_K * (D + 1) + 1
+    for r in tl.static_range(len(memory)):
+        if r != ME:
+            to = memory[r] + 4 * ME * SIZE + place
+            tl.store(to + 2 * at, own.to(tl.int64, bitcast=True), mask=inside)
+    tl.debug_barrier()  # all threads have stored
+    for r in tl.static_range(len(memory)):
+        if r != ME:
+            to = memory[r] + 4 * ME * SIZE + place
+            tl.atomic_xchg(to + flag, times, sem="release", scope="sys")
+    if WAIT:
+        total = tl.zeros(own.shape, tl.float64)
+        for r in tl.static_range(len(memory)):
+            if r == ME:
+                total += own
+            else:
+                come = memory[ME] + 4 * r * SIZE + place
+                while acquired(come + flag) < times:
+                    pass
+                bits = tl.load(come + 2 * at, mask=inside, other=0)
+                total += bits.to(tl.float64, bitcast=True)
+        divide(out_ptr, old_ptr, total, j, a, inside, D)
+        tl.debug_barrier()  # all threads have read the number
+        tl.store(turns_ptr + p, times.to(tl.int32))
 
 
 # %%
-# And how they check
-# ~~~~~~~~~~~~~~~~~~
-#
-# The whole of the points on one GPU, and shares of them on all, iteration
-# after iteration from the same start, compared bit by bit. With shares that
-# are cut where a program's points end, with shares that are cut anywhere and
-# of very different size, with shares of which all but one are empty; and with
-# ranks that come late: one, drawn by lot, sleeps before each of a thousand
-# iterations.
-
-CHECKED = ((8_000_000, 2, 2), (500_000, 64, 256))
-TIMES = 10
-LATE = 1000
+# All ranks add in the order of ranks, so all get the same bits. The kernel
+# counts its iterations itself, so a CUDA graph of it can be replayed. A GPU
+# may read a sum of iteration t while a fast sender is at t + 1, which writes
+# to the other turn. To be at t + 2, the sender needs this GPU's sums of t + 1.
 
 
-def alike(centres):
-    """Whether all ranks have the same bits."""
-    every = [torch.empty_like(centres) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, centres)
-    return all(torch.equal(other, centres) for other in every)
-
-
-def cuts(n):
-    """What this rank has of n points, by how they are shared."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    last = rank == world - 1
-    return {
-        "where a program ends": fusebook.kmeans_share(n, rank, world),
-        "anywhere": slice(min(n, 999 * rank), n if last else 999 * (rank + 1)),
-        "all to the last": slice(0, n if last else 0),
-    }
-
-
-def late(moved, points, centres):
-    """At how many of many calls nothing is wrong, though ranks come late."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    lot = torch.Generator().manual_seed(1)
-    want, wrong = moved(points, centres), torch.zeros((), device=points.device)
-    calls = LATE if points.is_cuda else 3
-    for _ in range(calls):
-        who, cycles = torch.randint(200_000, (2,), generator=lot).tolist()
-        if who % world == rank and points.is_cuda:
-            torch.cuda._sleep(cycles)
-        wrong += (moved(points, centres) != want).any()
-    return calls - int(wrong)
-
-
-def agreement():
-    rows, world = [], dist.get_world_size()
-    for n, d, k in on_gpus(CHECKED):
-        points, start = drawn(n, d, k, 7)
-        step = fusebook.SharedKMeans(k, d)
-        ways = {
-            "NCCL": lambda x, c: by_nccl(x, c)[1],
-            "chosen": lambda x, c, step=step: step(x, c)[1],
-        }
-        for cut, mine in cuts(len(points)).items():
-            for way, moved in ways.items():
-                alone, ours, same = start, start, 0
-                for _ in range(TIMES):
-                    _, alone = torch.ops.fusebook.kmeans_step(
-                        points, alone, torch.uint8
-                    )
-                    ours = moved(points[mine], ours)
-                    same += torch.equal(ours, alone)
-                off = ((ours - alone).abs() / (alone.abs() + 1)).max().item()
-                rows.append((d, k, cut, way, world, same, off, alike(ours)))
-        right = late(ways["chosen"], points[mine][:100_000], start)
-        rows.append((d, k, "late", "chosen", world, right, 0.0, True))
-    columns = ["d", "k", "cut", "way", "GPUs", "same", "off", "alike"]
-    return pd.DataFrame(rows, columns=columns)
+def launch(kernel, memory, turns, rank, parts, centres, wait=True):
+    (K, D), out = centres.shape, torch.empty_like(centres)
+    block = triton.next_power_of_2(D + 1)
+    many = min(triton.next_power_of_2(len(parts)), max(1, 512 // block))
+    kernel[(triton.cdiv(K, 4),)](
+        out, memory, parts, centres, turns, len(parts), K, D, ME=rank,
+        WAIT=wait, GROUP=many, BLOCK_K=4, BLOCK_D=block, num_warps=1,
+    )  # fmt: skip
+    return out
 
 
 # %%
-# The page itself is the script that ``torchrun`` starts. A rank runs what
-# stands above this line, and ends here. By hand, on one machine or on two:
+# To check the kernel without several GPUs, one GPU does their work in turn.
+# All ranks send before one of them waits.
+
+
+def sums(points, centres):
+    labels = torch.cdist(points, centres).argmin(1)
+    ones = torch.cat((points, torch.ones_like(points[:, :1])), 1).double()
+    total = ones.new_zeros(len(centres), ones.shape[1])
+    return labels, total.index_add_(0, labels, ones)[None]
+
+
+def in_turn(kernel, points, centres, label_dtype, ranks=3):
+    K, D = centres.shape
+    own = [sums(share, centres) for share in points.chunk(ranks)]
+    at = {"device": points.device}
+    place = ranks, 2, K, D + 1, 2
+    memory = [torch.zeros(place, dtype=torch.int64, **at) for _ in own]
+    turns = torch.zeros(ranks, K, dtype=torch.int32, **at)
+    for wait in (False, True):
+        for r, (_, parts) in enumerate(own):
+            out = launch(
+                kernel, tuple(memory), turns[r], r, parts, centres, wait
+            )
+    return torch.cat([labels for labels, _ in own]).to(label_dtype), out
+
+
+def kmeans_flag(points, centres, label_dtype):
+    return in_turn(means_by_flag, points, centres, label_dtype)
+
+
+given = page.stress(2100, 2, 2)  # points, coordinates, centres
+page.check(kmeans_flag, *given)
+
+# %%
+# .. _gpus-words:
+#
+# Step 2: a flag in every word {gain words at N=2}
+# ------------------------------------------------
+#
+# A flag waits until all stores have arrived. That is a trip over NVLink and
+# back, before the flag itself travels. But a word of 64 bits arrives as a
+# whole. So each word carries half of a sum and the number of the iteration:
+
+page.picture.words()
+
+# %%
+# A rank that finds the number in a word has that half of the sum, and needs
+# no flag. NCCL calls this its *low-latency* protocol. It doubles the bytes,
+# and of these there are few.
+
+
+@triton.jit
+def means_by_words(
+    out_ptr, memory, parts_ptr, old_ptr, turns_ptr, PARTS, K, D,
+    ME: tl.constexpr, WAIT: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    LOW: tl.constexpr = 0xFFFFFFFF
+    p, SIZE = tl.program_id(0), K * (D + 1)
+    j, a, inside = tile(K, D, BLOCK_K, BLOCK_D)
+    at = j * (D + 1) + a
+    own = add_parts(parts_ptr, PARTS, SIZE, at, inside, GROUP)
+    times = tl.load(turns_ptr + p).to(tl.int64) + 1
+    place = 2 * (times % 2) * SIZE + 2 * at
+    bits = own.to(tl.int64, bitcast=True)
+    high, low = (bits & ~LOW) | times, (bits << 32) | times
+    for r in tl.static_range(len(memory)):
+        if r != ME:
+            to = memory[r] + 4 * ME * SIZE + place
+            # An exchange is a store of whole words, in no order.
+            tl.atomic_xchg(to, high, inside, sem="relaxed", scope="sys")
+            tl.atomic_xchg(to + 1, low, inside, sem="relaxed", scope="sys")
+    if WAIT:
+        total = tl.zeros(own.shape, tl.float64)
+        for r in tl.static_range(len(memory)):
+            if r == ME:
+                total += own
+            else:
+                come = memory[ME] + 4 * r * SIZE + place
+                late = 1
+                while late != 0:  # until every word has this number
+                    high = tl.load(come, inside, times, volatile=True)
+                    low = tl.load(come + 1, inside, times, volatile=True)
+                    off = ((high ^ times) | (low ^ times)) & LOW
+                    late = tl.max(tl.max((off != 0).to(tl.int32), 1), 0)
+                bits = (high & ~LOW) | ((low >> 32) & LOW)
+                total += bits.to(tl.float64, bitcast=True)
+        divide(out_ptr, old_ptr, total, j, a, inside, D)
+        tl.debug_barrier()
+        tl.store(turns_ptr + p, times.to(tl.int32))
+
+
+def kmeans_words(points, centres, label_dtype):
+    return in_turn(means_by_words, points, centres, label_dtype)
+
+
+page.check(kmeans_words, *given)
+
+# %%
+# On several GPUs
+# ---------------
+#
+# All ranks make their memory together. ``rendezvous`` maps the memory of each
+# GPU into all processes.
+
+
+class SharedMeans:
+    def __init__(self, kernel, k, d):
+        import torch.distributed._symmetric_memory as symmetric
+
+        world, me = range(dist.get_world_size()), dist.get_rank()
+        at = {"device": torch.device("cuda", torch.cuda.current_device())}
+        place, dtype = (len(world), 2, k, d + 1, 2), torch.int64
+        own = symmetric.empty(place, dtype=dtype, **at).zero_()
+        handle = symmetric.rendezvous(own, dist.group.WORLD)
+        self.memory = tuple(
+            own if r == me else handle.get_buffer(r, place, dtype)
+            for r in world
+        )
+        self.turns = torch.zeros(k, dtype=torch.int32, **at)
+        self.kernel = kernel
+        torch.cuda.synchronize()
+        dist.barrier()  # all are zero before one is written
+
+    def __call__(self, points, centres):
+        labels, parts = torch.ops.fusebook.kmeans_sums(
+            points, centres, torch.uint8
+        )
+        given = self.memory, self.turns, dist.get_rank(), parts, centres
+        return labels, launch(self.kernel, *given)
+
+
+# %%
+# In *weak scaling* each GPU has as many points as one had alone, so the time
+# should stay. In *strong scaling* all have as many together, so the time
+# should be divided by their number N. The table has the share of this ideal.
+# Iterations are in a CUDA graph, and the slowest rank counts.
+
+page.steps(
+    nccl=by_nccl,
+    flag=functools.partial(SharedMeans, means_by_flag),
+    words=functools.partial(SharedMeans, means_by_words),
+)
+
+# %%
+# By hand, the same ranks are started on one machine, or on two:
 #
 # .. code-block:: bash
 #
@@ -304,398 +323,125 @@ def agreement():
 #    torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 \
 #        --master-addr first.machine --master-port 29500 plot_402_two_gpus.py
 #
-# The second line is for the first machine; the second machine says
-# ``--node-rank 1``. Both must reach the port. Ranks of different machines add
-# by NCCL: :term:`symmetric memory` ends at the machine. Two such commands on
-# one machine of four GPUs, with ``--master-addr 127.0.0.1``, with
-# ``--nproc-per-node 2`` and each with two GPUs in ``CUDA_VISIBLE_DEVICES``,
-# try the same without a second machine.
-
-work(scaling, agreement)
+# The second machine says ``--node-rank 1``. Symmetric memory ends at the
+# machine, so ranks on different machines add by NCCL.
 
 # %%
-# What came of it
-# ---------------
+# Is it correct?
+# --------------
 #
-# The page starts the ranks, and asks rank 0 for what they found: on 1, 2, 4
-# GPUs and so on, up to as many as it asks for.
+# A check is worth what it catches. This implementation averages the centres
+# of all ranks, as training averages gradients. It passes where all ranks have
+# the same number of points in each cluster:
 
 
-def counts(most):
-    """Powers of two up to the most, and the most itself."""
-    return sorted({2**i for i in range(most.bit_length())} | {most})
+def averaged(points, centres, label_dtype):
+    own = [kmeans_words(p, centres, label_dtype) for p in points.chunk(3)]
+    labels, means = zip(*own, strict=True)
+    return torch.cat(labels), torch.stack(means).mean(0)
 
 
-def scaled():
-    return pd.concat([ranks(scaling, n) for n in counts(asked.gpus)])
-
-
-def agreed():
-    return pd.concat(
-        [ranks(agreement, n) for n in counts(asked.gpus) if n > 1]
-    )
-
-
-# None: measure where the page would measure anyway. False: replay.
-here = None if enough(scaling, asked.gpus) else False
-same = measured("gpus_agreement", agreed, live=here)
-times = measured("gpus_scaling", scaled, live=here)
-say(
-    "The page asks for {gpus} GPUs, and this process may use {there}. What "
-    "follows was measured on {worlds}.",
-    gpus=asked.gpus,
-    there=torch.cuda.device_count(),
-    worlds=", ".join(map(str, sorted(times["GPUs"].unique()))),
-)
+alike = (torch.cat([given[0][:300]] * 3), *given[1:])
+page.catches(averaged, alike=alike, given=given)
 
 # %%
-# Is it right?
-# ~~~~~~~~~~~~
+# On the GPUs, each implementation runs ten iterations with three kinds of
+# shares. The centres are compared bit by bit, between ranks and with those of
+# one GPU. Then one rank sleeps before each of a thousand iterations, another
+# one each time.
+
+page.findings()
+
+# %%
+# .. _gpus-use:
 #
-# What one GPU makes of all points is held to float64 by
-# :doc:`plot_303_kmeans`. So it is enough to compare with that.
-
-NAMED = {"chosen": "fusebook"}
-cut = same[same["cut"] != "late"].replace({"way": NAMED})
-cut = cut.set_index(["GPUs", "d", "k", "cut", "way"])
-table(
-    cut[["same", "off", "alike"]].rename(
-        columns={
-            "same": f"same bits, of {TIMES}",
-            "off": "farthest from one GPU's",
-            "alike": "all ranks alike",
-        }
-    ),
-    "Centres of several GPUs beside those of one",
-    fold=False,
-)
-
-# %%
-# Where the sums of a program are kept in registers, in the plane, they are
-# added up in float64, and float64 has so many bits to spare that adding some
-# thousand float32 sums of about the same size is *exact*: in any order, on any
-# number of GPUs, it comes to the same. What can still differ is the float32
-# sum of a program's own points, so shares are cut where a program's points
-# end. (Another cut need not change a bit, as the table shows.)
+# When to use it
+# --------------
 #
-# Many centres of many coordinates are sorted first, and each cluster is cut
-# into parts by its length. On two GPUs a cluster's share is shorter than on
-# one, so it is cut elsewhere, and the float32 sums round otherwise. There the
-# last bits depend on the number of GPUs. They do not depend on the run, and
-# all GPUs have the same ones.
-
-ends = cut.xs("where a program ends", level="cut")["same"]
-exact = ends == TIMES
-waited = same[same["cut"] == "late"].set_index(["GPUs", "d", "k"])["same"]
-claims(
-    claim(
-        "All ranks have the same centres to the bit, however points are "
-        "shared.",
-        cut["alike"],
-    ),
-    claim(
-        "In the plane several GPUs give the bits of one, where shares are cut "
-        "where a program's points end. With 64 coordinates they give them in "
-        "{wide} of {all} runs: there the last bits may depend on the number "
-        "of GPUs.",
-        exact.xs(2, level="d"),
-        of=exact,
-        wide=int(ends.xs(64, level="d").sum()),
-        all=TIMES * len(ends.xs(64, level="d")),
-    ),
-    claim(
-        "However shares are cut, the centres are within 1e-5 of those of one "
-        "GPU.",
-        cut["off"] < 1e-5,
-    ),
-    claim(
-        "Ranks that come late spoil none of a thousand iterations.",
-        waited == LATE,
-    ),
-)
-
-# %%
-# How fast?
-# ~~~~~~~~~
+# Each rank makes the step once, with all others, and then calls it with its
+# own points. Where GPUs cannot map each other's memory, NCCL adds the sums.
 #
-# In weak scaling the time would ideally stay that of one GPU; in strong
-# scaling it would be divided by the number of GPUs.
-
-
-def ideal(row):
-    """What one GPU's time comes to, were there nothing to agree on."""
-    alone = one.loc[(row["GPUs"], row["n"], row["d"], row["k"])]
-    return alone if row["scaling"] == "weak" else alone / row["GPUs"]
-
-
-one = times[times["way"] == "alone"].set_index(["GPUs", "n", "d", "k"])["us"]
-several = times[times["way"] != "alone"].replace({"way": NAMED})
-several["%"] = 100 * several.apply(ideal, axis=1) / several["us"]
-on = times.attrs["origin"].machine
-
-
-def roof(row):
-    """The roof of one GPU, divided by their number, in microseconds."""
-    n, d, k = (int(row[name]) for name in ("points", "d", "k"))
-    cost = KMEANS_STEP.cost(4, n=n, d=d, k=k, labels="uint8", law="blobs")
-    return on.roof(cost, "tf32") * 1e6 / row["GPUs"]
-
-
-several["% of roof"] = 100 * several.apply(roof, axis=1) / several["us"]
-several["case"] = [
-    f"{row.points:,} x {row.d}, k = {row.k}" for row in several.itertuples()
-]
-shown = several.set_index(["GPUs", "scaling", "case", "way"])
-table(
-    shown[["us", "%", "% of roof"]].rename(
-        columns={"us": "microseconds", "%": "efficiency, %"}
-    ),
-    "An iteration on all GPUs, and what part of the ideal it reaches",
-    fold=False,
-)
-
-# %%
-
-most = several[several["GPUs"] == several["GPUs"].max()]
-curves = most[most["k"] == 2].pivot_table("%", "points", ["scaling", "way"])
-curves.columns = [" ".join(name) for name in curves.columns]
-curves.index.name = "points on all GPUs"
-plots.lines(
-    curves,
-    title=f"Efficiency in the plane, {most['GPUs'].iloc[0]} GPUs",
-    ylabel="% of the ideal",
-    source=times,
-    clock="in a graph",
-    marks={"the ideal": 100},
-)
-
-# %%
-# The step needs a message of a few bytes and a pass over the points, and the
-# two cannot overlap: no point can be labelled before the centres are known.
-# What can overlap is half of it. The sums of the first half of the points may
-# travel while the second half is labelled; but those of the second half have
-# to follow, so a message is waited for all the same, and one pass became two.
-
-
-efficiency = several.set_index(["scaling", "GPUs", "n", "k", "way"])["%"]
-weak = efficiency.xs("weak").xs("fusebook", level="way")
-together = several[several["GPUs"] > 1]
-plain, halved, best = (
-    together[together["way"] == way].set_index(["GPUs", "scaling", "case"])[
-        "us"
-    ]
-    for way in ("NCCL", "halves", "fusebook")
-)
-GOALS = (
-    (2, 20_000_000, 2, 95),
-    (2, 2_000_000, 256, 97),
-    (4, 20_000_000, 2, 93),
-)
-claims(
-    *(
-        target(
-            "On {gpus} GPUs with {n} points and {k} centres each, an "
-            "iteration keeps {found:.1f} % of one GPU's speed; the target "
-            "was {goal}.",
-            weak[gpus, n, k] >= goal,
-            headline=True,
-            gpus=gpus,
-            n=f"{n:,}",
-            k=k,
-            found=weak[gpus, n, k],
-            goal=goal,
-        )
-        for gpus, n, k, goal in GOALS
-        if (gpus, n, k) in weak.index
-    ),
-    claim(
-        "Sending the sums in words is never slower than NCCL by more than 2 "
-        "%: it takes {least:.2f} to {most:.2f} times the time.",
-        best <= 1.02 * plain,
-        fatal=False,
-        least=(best / plain).min(),
-        most=(best / plain).max(),
-    ),
-    claim(
-        "Adding the sums of one half while the other is labelled pays at none "
-        "of these sizes: it takes {least:.2f} to {most:.2f} times the time of "
-        "NCCL in one go.",
-        halved >= 0.98 * plain,
-        fatal=False,
-        least=(halved / plain).min(),
-        most=(halved / plain).max(),
-    ),
-)
-
-# %%
-# What a scheduler would add
-# ~~~~~~~~~~~~~~~~~~~~~~~~~~
+# .. code-block:: python
 #
-# Ray, Dask and joblib hand tasks to processes, move what a task needs, start
-# it again where it was lost, and know what to do when the tasks are unlike or
-# more than the machine holds. An iteration here has one task a GPU, all alike,
-# whose data never moves, and the next one cannot begin before it ends: there
-# is nothing to schedule. (What they would add to an iteration is not measured
-# here.) They help around it: with many data sets, with many values of k, and
-# when a machine goes away.
-#
-# When a rank dies
-# ~~~~~~~~~~~~~~~~
-#
-# The others wait for it, in a sum that never comes. On its own machine
-# ``torchrun`` notices, ends them, and shows what the dead one said. On another
-# machine nobody notices, so the group has a time limit of its own, far shorter
-# than PyTorch's ten minutes: a rank that waits longer ends with an error.
-#
-# One user, several GPUs
-# ----------------------
-#
-# The manual of 2013 that :doc:`plot_001_using_the_gpu` measures anew says: one
-# process uses one GPU, chosen when it starts by a flag; for two GPUs start two
-# processes. What is true of it? In one process, copies from GPU to GPU:
+#    step = fusebook.SharedKMeans(k, d)
+#    mine = fusebook.kmeans_share(len(points), rank, world)
+#    for _ in range(iterations):
+#        labels, centres = step(points[mine], centres)
 
-
-def copies():
-    rows = []
-    for mib in (1, 16, 256):
-        from_, to = (
-            torch.ones(mib * 2**18, device=f"cuda:{i}") for i in (0, 1)
-        )
-        pinned = torch.empty(mib * 2**18, pin_memory=True)
-
-        def by_host(from_=from_, to=to, pinned=pinned):
-            to.copy_(pinned.copy_(from_))
-
-        ways = {
-            "from GPU to GPU": lambda from_=from_, to=to: to.copy_(from_),
-            "by way of the host": by_host,
-            "within one GPU": lambda from_=from_: from_.clone(),
-        }
-        for way, copy in ways.items():
-            took = clocked(copy, 10) / 10
-            rows.append((way, mib, mib * 2**20 / took / 1e9))
-    return pd.DataFrame(rows, columns=["way", "MiB", "GB/s"])
-
-
-def clocked(function, times):
-    """Seconds of so many calls, waited for on every GPU; the best of five."""
-    best = float("inf")
-    for _ in range(5):
-        everywhere()
-        start = time.perf_counter()
-        for _ in range(times):
-            function()
-        everywhere()
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
-def everywhere():
-    for gpu in range(torch.cuda.device_count()):
-        torch.cuda.synchronize(gpu)
-
-
-pair = None if torch.cuda.device_count() > 1 else False
-moved = measured("gpus_copies", copies, live=pair)
-table(
-    moved.pivot_table("GB/s", "MiB", "way", sort=False),
-    "What is copied, in GB/s",
-    fold=False,
-)
+mine = fusebook.kmeans_share(len(given[0]), rank=1, world=3)
+page.use()
 
 # %%
-# And two jobs that have nothing to do with each other, a hundred iterations of
-# k-means each: on one GPU, one after the other, and on two, called by one
-# process in turn. A call returns before the work is done, so one process keeps
-# both GPUs busy, as long as it queues faster than they work. Small jobs are
-# done before the next call is queued: the time is the host's, and that is the
-# sum over both jobs, on one GPU or on two. On two, each call also has to make
-# another GPU the current one.
-
-
-def jobs():
-    rows = []
-    for n in (100_000, 20_000_000):
-        made = []
-        for gpu in range(2):
-            with torch.cuda.device(gpu):
-                rng = torch.Generator(f"cuda:{gpu}").manual_seed(gpu)
-                at = {"generator": rng, "device": rng.device}
-                made.append((torch.randn(n, 2, **at), torch.randn(2, 2, **at)))
-
-        def steps(*jobs):
-            for points, centres in jobs:
-                with torch.cuda.device(points.device):
-                    torch.ops.fusebook.kmeans_step(
-                        points, centres, torch.uint8
-                    )
-
-        for way, todo in (
-            ("one job", made[:1]),
-            ("two jobs, one GPU", [made[0], made[0]]),
-            ("two jobs, two GPUs", made),
-        ):
-            took = clocked(lambda todo=todo: steps(*todo), 100)
-            rows.append((n, way, took * 1e3))
-    return pd.DataFrame(rows, columns=["points", "way", "ms"])
-
-
-both = measured("gpus_jobs", jobs, live=pair)
-took = both.pivot_table("ms", "points", "way", sort=False)
-table(took, "A hundred iterations of each job, in milliseconds", fold=False)
-
-# %%
-
-rates = moved.pivot_table("GB/s", "MiB", "way", sort=False).loc[256]
-large = took.loc[20_000_000]
-claims(
-    holds(
-        '"There is a limit of one GPU per process" (Theano\'s manual, 2012): '
-        "taken as two jobs on two GPUs, called by one process, being no "
-        "faster than on one.",
-        large["two jobs, two GPUs"] > 0.9 * large["two jobs, one GPU"],
-    ),
-    say(
-        "Two jobs on two GPUs, called by one process, take {ratio:.2f} times "
-        "as long as one job on one GPU. Two small jobs, of {points:,} points "
-        "each, take {small:.2f} times as long on two GPUs as on one.",
-        ratio=large["two jobs, two GPUs"] / large["one job"],
-        points=took.index[0],
-        small=took["two jobs, two GPUs"].iloc[0]
-        / took["two jobs, one GPU"].iloc[0],
-    ),
-    say(
-        "From one GPU to the other 256 MiB go at {direct:.0f} GB/s, by way of "
-        "the host at {host:.0f}.",
-        direct=rates["from GPU to GPU"],
-        host=rates["by way of the host"],
-    ),
-)
-
-# %%
-# What has remained of the advice: with a process for each GPU, each has a host
-# thread of its own to queue its work. And the GPU can still be chosen before a
-# process starts: with ``CUDA_VISIBLE_DEVICES=1 python job.py`` the program
-# sees only the second GPU, as ``cuda:0``. Two users, or two jobs of one user,
-# need no more than that.
-
-provenance(same, times, moved, both)
-
-# %%
-downloads(several.drop(columns="case"), "kmeans_gpus")
-
-# %%
-# Lessons
-# -------
+# Takeaways
+# ---------
 #
-# - Look for what has to travel. Here a GPU sends k (d + 1) numbers an
-#   iteration, however many points it has.
-# - A word that brings its own flag needs no second message, and a kernel that
-#   has to run anyway can send it.
-# - Ask of a sum whether its bits depend on the order. A float64 sum of float32
-#   parts often does not; then the number of GPUs cannot change it either.
-# - Let a kernel count how often it has run: a graph of it can be replayed,
-#   and no flag has to be reset.
-# - The threads of a program do not run in step. Put a barrier before one of
-#   them writes what all of them read: a warp that comes late would read the
-#   next number, and wait for ever. That happens once in many runs.
+# - Look for what has to travel. K (D + 1) numbers do, and no point.
+# - A kernel that has to run anyway can also send and receive.
+# - A word that carries its own flag needs no second message.
+# - Add in the order of ranks, and all ranks have the same bits.
+# - With one process for several GPUs, small jobs are limited by the CPU, and
+#   switching GPUs costs more. Start a process for each GPU, or replay graphs.
+#
+# Exercises
+# ---------
+#
+# Each function is incorrect, and the line below it says where. Fix it and run
+# the cell again. No GPU is needed.
+#
+# 1. Words
+# ~~~~~~~~
+#
+# ``received`` takes a float64 number apart and puts it together again. Numbers
+# on int64 are signed, so a shift to the right fills with the sign. Fix it.
+
+LOW = 0xFFFFFFFF
+
+
+def received(x, times):
+    bits = x.view(torch.int64)
+    high, low = (bits & ~LOW) | times, (bits << 32) | times
+    return ((high & ~LOW) | (low >> 32)).view(torch.float64)
+
+
+def received_whole(x, times):
+    return x.clone()
+
+
+rng = torch.Generator().manual_seed(0)
+x = torch.randn(50, generator=rng, dtype=torch.float64)
+page.exercise(received, received_whole, [(x, 1), (-x, 7)])
+
+# %%
+# 2. Weights
+# ~~~~~~~~~~
+#
+# Each point has a weight, and a centre is the weighted mean. What does a rank
+# send? This attempt divides by the number of points.
+
+
+def weighted(points, weights, labels, K):
+    total = points.new_zeros(K, points.shape[1] + 1)
+    for p, w, at in zip(
+        points.chunk(3), weights.chunk(3), labels.chunk(3), strict=True
+    ):
+        own = torch.cat((p * w[:, None], torch.ones_like(p[:, :1])), 1)
+        total.index_add_(0, at, own)  # what all ranks add
+    return total[:, :-1] / total[:, -1:]
+
+
+def weighted_at_once(points, weights, labels, K):
+    member = torch.nn.functional.one_hot(labels, K).to(points)
+    member *= weights[:, None]
+    return member.T @ points / member.sum(0)[:, None]
+
+
+labels, weights = torch.arange(12) % 2, torch.arange(1.0, 13.0)
+at = {"device": given[0].device}
+few = given[0][:12], weights.to(**at), labels.to(**at), 2
+page.exercise(weighted, weighted_at_once, [few])
+
+# %%
+# Evidence
+# --------
+
+page.footer()

@@ -262,7 +262,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-constants = {"BLOCK": 1024, "ROWS": 4, "CHUNKS": 13, "SALT": 12345, "PLAIN": False}  # and 16 for others
+constants = {"BLOCK": 1024, "ROWS": 4, "CHUNKS": 13, "SALT": 12345, "PLAIN": False, "ME": 1}  # and 16 for others
 numbers = dict.fromkeys(("T", "keep", "size", "root", "eps"), "fp32")  # and i32 for others
 
 
@@ -288,6 +288,10 @@ def compiled(script, copy):
             whole = ("target_ptr", "table_ptr", "chunks_ptr", "k_ptr", "keys_ptr", "order_ptr")
             kinds |= {a: "*i64" for a in whole if a in kinds and "q_out" not in kinds}
             kinds |= {"q_ptr": "*i32"} if codes else {}
+            # What several GPUs share: pointers to the memory of each.
+            kinds |= {"turns_ptr": "*i32"} if "turns_ptr" in kinds else {}
+            shared = {"memory": "*i64", "flags": "*i32", "parts": pointer}
+            kinds |= {a: (kind, kind) for a, kind in shared.items() if a in kinds}
             kinds |= {a: f"tensordesc<{pointer[1:]}[16,16]>" for a in kinds if a.endswith("_tiles")}
             kinds |= {"pair_tiles": f"tensordesc<{pointer[1:]}[2,16,16]>"} if "pair_tiles" in kinds else {}
             passed = {"PRODUCTS": getattr(module, "in_pairs", None)}

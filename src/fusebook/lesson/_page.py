@@ -40,13 +40,15 @@ __all__ = ["Page", "open"]
 _INTERPRETED = 67
 
 
-def open(name: str) -> Page:
+def open(name: str, **asked: int) -> Page:
     """Open the page of a lesson: its operators, record, GPU, command line and evidence.
 
     Parameters
     ----------
     name : str
         Of the script, without ``.py``.
+    **asked
+        ``gpus=2`` of a lesson on several GPUs: how many it starts ranks on, unless its command line says more.
 
     Raises
     ------
@@ -57,7 +59,7 @@ def open(name: str) -> Page:
     machine.running = name
     counted = about.FRAMES.get("counters")
     kind = getattr(about, "PAGE", Page)
-    made: Page = (_Counted if counted and os.environ.get("_FUSEBOOK_COUNT") == counted.name else kind)(about)
+    made: Page = (_Counted if counted and os.environ.get("_FUSEBOOK_COUNT") == counted.name else kind)(about, **asked)
     return made
 
 
@@ -110,7 +112,7 @@ class Page:
         sweep = about.FRAMES["sweep"]
         self.asked = study(self.op, config=sweep.config, dtype=sweep.dtype)
         self.frames = Frames(about, replay=not _place.live())
-        self.picture = _Pictures()
+        self.picture: Any = _Pictures()
         self._whole: dict[tuple[int, ...], int] = {}
 
     def of(self, operator: str) -> Page:
@@ -418,6 +420,10 @@ class Page:
             self.frames.of(gradient) if gradient in self.about.OPERATORS and self.frames.replay else None,
             getattr(self.about, "CLOCK", "cold"),
         )
+        return self._used(made, sentences)
+
+    def _used(self, made: Shown, sentences: Sequence[str]) -> Shown:
+        """A table and sentences on when to use the library, and how to install it."""
         install = _numbers.install()
         return Shown(
             f"{made._repr_html_()}<p>{_numbers.joined(sentences)}</p><p>{_numbers.joined(install)}</p>",

@@ -15,6 +15,7 @@ __all__ = [
     "coordinates",
     "gated",
     "lanes",
+    "meeting",
     "operand",
     "owners",
     "partial_sums",
@@ -27,6 +28,7 @@ __all__ = [
     "table",
     "tile",
     "walk",
+    "words",
 ]
 
 _LEFT = 78.0
@@ -574,3 +576,39 @@ def walk(rows: int, columns: int, running: int, group: int) -> Shown:
         "one of the weights (amber)."
     )
     return _drawing(caption, told, y - 6, parts)
+
+
+def words() -> Shown:
+    """A float64 sum in two words of 64 bits, each with the number of the iteration."""
+    width, height, left = (_WIDTH - 120) / 4, 22.0, 100.0
+    parts = [_text(left - 8, 18, "a sum", "end"), _box(left, 3, width, height, _BLUE), _text(left + 6, 18, "high half")]
+    parts += [_box(left + width, 3, width, height, _BLUE), _text(left + width + 6, 18, "low half")]
+    for i, half in enumerate(("high half", "low half")):
+        x = left + 2 * i * width
+        parts.append(_arrow(left + (i + 0.5) * width, 26, x + width / 2, 52))
+        parts += [_box(x, 54, width - 2, height, _BLUE), _text(x + 6, 69, half)]
+        parts += [_box(x + width - 2, 54, width - 4, height, _AMBER), _text(x + width + 4, 69, "iteration")]
+    parts.append(_text(left - 8, 69, "two words", "end"))
+    told = ["a sum of 64 bits has two halves", "each half and the number of the iteration are a word of 64 bits"]
+    caption = "A sum travels in two words of 64 bits. The receiver waits until both have the number of the iteration."
+    return _drawing(caption, told, 82, parts)
+
+
+def meeting() -> Shown:
+    """Two GPUs that write their parts, meet, read each other's part, and meet again."""
+    left, width, height = 70.0, (_WIDTH - 80) / 5, 24.0
+    stages = ("write own part", "raise a flag", "read all parts", "raise a flag", "write next part")
+    parts = []
+    for gpu in range(2):
+        y = 10 + gpu * 62
+        parts.append(_text(left - 8, y + 16, f"GPU {gpu}", "end"))
+        for i, stage in enumerate(stages):
+            x = left + i * width
+            parts += [_box(x, y, width - 8, height, _AMBER if i % 2 else _BLUE), _text(x + 6, y + 16, stage)]
+    for i in (1, 3):
+        x = left + i * width
+        parts += [_arrow(x + 20, 36, x + width + 4, 70), _arrow(x + 20, 70, x + width + 4, 36)]
+    told = ["each GPU writes its part and raises a flag", "it reads all parts when all flags are up"]
+    told.append("a second flag says that it has read them, and the next part is written")
+    caption = "Program p of each GPU, from left to right. No GPU goes on before the flag of the other has arrived."
+    return _drawing(caption, told, 104, parts)

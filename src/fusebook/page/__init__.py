@@ -17,11 +17,9 @@ with extra("book"):
     from fusebook.page.claims import __all__ as _claims
     from fusebook.page.counters import *  # noqa: F403
     from fusebook.page.counters import __all__ as _counters
-    from fusebook.page.ranks import *  # noqa: F403
-    from fusebook.page.ranks import __all__ as _ranks
     from fusebook.page.results import *  # noqa: F403
     from fusebook.page.results import __all__ as _results
     from fusebook.page.show import *  # noqa: F403
     from fusebook.page.show import __all__ as _show
 
-__all__ = ["draw", "extra", "verdicts", *_claims, *_counters, *_ranks, *_results, *_show]
+__all__ = ["draw", "extra", "verdicts", *_claims, *_counters, *_results, *_show]

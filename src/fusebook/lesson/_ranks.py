@@ -1,9 +1,10 @@
-"""Pages over several GPUs: the page starts torchrun on its own file, whose processes are ranks and show nothing."""
+"""A lesson on several GPUs: it starts torchrun on its own file, whose processes are ranks and show nothing."""
 
 from __future__ import annotations
 
 import datetime as dt
 import faulthandler
+import functools
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pandas as pd
@@ -19,9 +21,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from fusebook.page import _place
+from fusebook.cards import OPS
+from fusebook.lesson import _numbers
+from fusebook.lesson._page import Page, _or_banner, _Pictures
+from fusebook.lesson.evidence import Frames
+from fusebook.page import _place, show
+from fusebook.page.results import measured, options
+from fusebook.page.show import Shown
 
-__all__ = ["enough", "ranks", "timed", "work"]
+__all__ = ["RanksPage", "counts", "enough", "join", "ranks", "timed", "work"]
 
 #: Seconds after which a rank gives up waiting for the others: one that died does not come.
 PATIENCE = 25
@@ -45,13 +53,18 @@ def _file(worker: Callable[[], Any]) -> Path:
     return Path(worker.__code__.co_filename)
 
 
+def counts(most: int) -> list[int]:
+    """Powers of two up to a number of GPUs, and that number."""
+    return sorted({2**i for i in range(most.bit_length())} | {most})
+
+
 def ranks(worker: Callable[[], pd.DataFrame], count: int, *, seconds: float = LONGEST) -> pd.DataFrame:
     """Run a page's worker in so many processes, and return what that of rank 0 returns.
 
     Parameters
     ----------
     worker : callable
-        A function of a page whose file calls `work` with it.
+        A function of a page whose file calls `work` with it, or with another function of its name.
     count : int
         How many processes.
     seconds : float
@@ -227,3 +240,125 @@ def _now(on_device: bool) -> Any:
 
 def _between(start: Any, end: Any) -> float:
     return (end - start) * 1e6 if isinstance(start, float) else start.elapsed_time(end) * 1e3
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+class RanksPage(Page):
+    """The page of a lesson on several GPUs.
+
+    Its evidence has no sweep. It defines ``on_ranks``, from the steps to all frames that ranks measure together, which
+    the column ``frame`` tells apart by their names in ``FRAMES``. From the page's frames, ``verdict`` returns three
+    sentences and bars; ``table``, the table of the steps and its caption; and ``use``, a table, its caption and
+    sentences. A frame with a function is measured by the page's own process.
+    """
+
+    def __new__(cls, about: ModuleType, **_: Any) -> RanksPage:
+        """A rank shows nothing."""
+        return super().__new__(_Rank if _place.ranked() and _place.script() else cls)
+
+    def __init__(self, about: ModuleType, gpus: int = 2) -> None:
+        self.name = about.__name__.rpartition(".")[2]
+        self.about = about
+        self.op = OPS[about.OPERATORS[0]]
+        self.gpus = options(gpus=gpus).gpus
+        self.frames = Frames(about)
+        self.picture = _Pictures()
+        self._whole: dict[tuple[int, ...], int] = {}
+
+    @_or_banner
+    def verdict(self) -> Shown:
+        """The box: three sentences and bars, from the evidence."""
+        lines, bars = self.about.verdict(self.frames)
+        return self._box(lines, bars, self.frames["steps"])
+
+    @_or_banner
+    def steps(self, **steps: Callable[..., Any]) -> Shown:
+        """Start ranks on 1, 2, 4 GPUs and so on that measure every step, or replay their record.
+
+        Parameters
+        ----------
+        **steps : callable
+            The steps in their order, as the evidence names them. The first one is a function of the page.
+        """
+        if tuple(steps) != self.about.STEPS:
+            raise ValueError(f"page.steps: expected {', '.join(self.about.STEPS)}, got {', '.join(steps)}")
+        first = next(iter(steps.values()))
+        live = None if enough(first, self.gpus) else False
+
+        @functools.cache
+        def everything() -> pd.DataFrame:
+            return pd.concat([ranks(first, n).assign(GPUs=n) for n in counts(self.gpus)], ignore_index=True)
+
+        code_of = [*steps.values(), self.about.on_ranks]
+        for name, spec in self.about.FRAMES.items():
+            if spec.function:
+                self.frames.known[name] = measured(spec.name, spec.function, live)
+                continue
+
+            def rows(name: str = name) -> pd.DataFrame:
+                found = everything()
+                found = found[found["frame"] == name].dropna(axis=1, how="all").drop(columns="frame")
+                floats = found.select_dtypes("float")  # sizes became floats next to rows that have none
+                whole = [column for column in floats if (floats[column] % 1 == 0).all()]
+                return found.astype(dict.fromkeys(whole, int)).reset_index(drop=True)
+
+            frame = measured(spec.name, rows, live, code_of=code_of)
+            renamed = spec.renamed(frame)
+            renamed.attrs.update(frame.attrs)
+            self.frames.known[name] = renamed
+        _place.remember("gains", self.frames)
+        made, caption = self.about.table(self.frames, steps)
+        return show.table(made, f"{caption}; {_numbers.origin(self.frames['steps'])}", fold=False)
+
+    @_or_banner
+    def plot(self, kind: str, over: str) -> Any:
+        """The figure of the evidence.
+
+        Parameters
+        ----------
+        kind : str
+            A function of `fusebook.plots`.
+        over : str
+            The size on the x axis.
+        """
+        ax = self.about.figure(self.frames, kind, over)
+        ax.figure.set_size_inches(8.0, 2.8)
+        if _place.script():
+            return Shown("", f"Figure: {ax.get_title(loc='left')} ({_numbers.origin(self.frames['steps'])})")._now()
+        return ax
+
+    @_or_banner
+    def use(self) -> Shown:
+        """When to use the library: a table and sentences of the evidence, and how to install it."""
+        made, caption, sentences = self.about.use(self.frames)
+        return self._used(show.table(made, caption, fold=False), sentences)
+
+    def _record(self) -> None:
+        """Nothing: the steps have measured every frame."""
+
+
+class _Rank(RanksPage):
+    """A process that torchrun started: it measures the steps with the others, and ends there."""
+
+    def __init__(self, about: ModuleType, gpus: int = 2) -> None:
+        super().__init__(about, gpus)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before anything is made
+        self.picture = self
+
+    def _nothing(self, *given: Any, **named: Any) -> Any:
+        return Shown("", "")
+
+    verdict = check = catches = source = words = meeting = _nothing
+
+    def steps(self, **steps: Callable[..., Any]) -> Shown:
+        """Measure, and end the process."""
+
+        def worker() -> pd.DataFrame:
+            return self.about.on_ranks(steps)
+
+        worker.__name__ = next(iter(steps.values())).__name__
+        work(worker)
+        raise AssertionError("a rank ends in work()")
