@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -91,14 +92,12 @@ def _scaling(steps: Mapping[str, Callable[..., Any]]) -> pd.DataFrame:
     for n, d, k in _on_gpus(CASES):
         points, centres = _drawn(n, d, k, 100 + dist.get_rank())
         share = points[: n // world]
-        calls: dict[tuple[str, str], Callable[[], Any]] = {
-            ("one GPU", "alone"): lambda points=points, centres=centres: _alone(points, centres)
-        }
+        calls: dict[Any, Callable[[], Any]] = {("one GPU", "alone"): functools.partial(_alone, points, centres)}
         for way, step in (_ways(steps, d, k) | {"halves": _in_halves}).items():
             for kind, own in (("weak", points), ("strong", share)):
-                calls[kind, way] = lambda step=step, own=own, centres=centres: step(own, centres)
-        found = _ranks.timed(calls, calls=max(2, min(20, 200_000_000 // (n * d))), repeat=11)
-        for (kind, way), us in found.items():
+                calls[kind, way] = functools.partial(step, own, centres)
+        us_of: dict[Any, float] = _ranks.timed(calls, calls=max(2, min(20, 200_000_000 // (n * d))), repeat=11)
+        for (kind, way), us in us_of.items():
             many = n * world if kind == "weak" else n
             rows.append((n, d, k, kind, way, many, us))
     return pd.DataFrame(rows, columns=["n", "d", "k", "scaling", "way", "points", "us"])
@@ -106,7 +105,7 @@ def _scaling(steps: Mapping[str, Callable[..., Any]]) -> pd.DataFrame:
 
 def _processes() -> pd.DataFrame:
     """Microseconds of a small job by the host's clock, where each rank has one: by the slowest rank."""
-    points, centres = _drawn(*_on_gpus((SMALL,), (90,)), 2, 2, dist.get_rank())  # type: ignore[misc]
+    points, centres = _drawn(SMALL if torch.cuda.is_available() else 90, 2, 2, dist.get_rank())
 
     def job() -> None:
         for _ in range(ITERATIONS if points.is_cuda else 2):
@@ -141,17 +140,17 @@ def _cuts(n: int) -> dict[str, slice]:
     }
 
 
-def _late(moved: Callable[..., Any], points: torch.Tensor, centres: torch.Tensor) -> int:
+def _late(step: Callable[..., Any], points: torch.Tensor, centres: torch.Tensor) -> int:
     """How many of many calls are correct, if one rank, drawn by lot, is late each time."""
     rank, world = dist.get_rank(), dist.get_world_size()
     lot = torch.Generator().manual_seed(1)
-    want, wrong = moved(points, centres), torch.zeros((), device=points.device)
+    want, wrong = step(points, centres)[1], torch.zeros((), device=points.device)
     calls = LATE if points.is_cuda else 3
     for _ in range(calls):
         who, cycles = torch.randint(200_000, (2,), generator=lot).tolist()
         if who % world == rank and points.is_cuda:
             torch.cuda._sleep(cycles)
-        wrong += (moved(points, centres) != want).any()
+        wrong += (step(points, centres)[1] != want).any()
     return calls - int(wrong)
 
 
@@ -171,7 +170,7 @@ def _agreement(steps: Mapping[str, Callable[..., Any]]) -> pd.DataFrame:
                 off = ((own - alone).abs() / (alone.abs() + 1)).max().item()
                 rows.append((d, k, cut, way, same, off, _alike(own)))
             if way != "NCCL":
-                right = _late(lambda x, c, step=step: step(x, c)[1], points[mine][:100_000], start)
+                right = _late(step, points[mine][:100_000], start)
                 rows.append((d, k, "late", way, right, 0.0, True))
     return pd.DataFrame(rows, columns=["d", "k", "cut", "way", "same", "off", "alike"])
 
@@ -206,6 +205,10 @@ def _clocked(function: Callable[[], Any], times: int = 1) -> float:
     return best
 
 
+def _through(from_: torch.Tensor, pinned: torch.Tensor, to: torch.Tensor) -> None:
+    to.copy_(pinned.copy_(from_))
+
+
 def copies() -> pd.DataFrame:
     """GB/s of copies within one GPU, to another one, and to another one through the host's memory."""
     rows = []
@@ -213,9 +216,9 @@ def copies() -> pd.DataFrame:
         from_, to = (torch.ones(mib * 2**18, device=f"cuda:{i}") for i in (0, 1))
         pinned = torch.empty(mib * 2**18, pin_memory=True)
         ways: dict[str, Callable[[], Any]] = {
-            "from GPU to GPU": lambda from_=from_, to=to: to.copy_(from_),
-            "by way of the host": lambda from_=from_, to=to, pinned=pinned: to.copy_(pinned.copy_(from_)),
-            "within one GPU": lambda from_=from_: from_.clone(),
+            "from GPU to GPU": functools.partial(to.copy_, from_),
+            "by way of the host": functools.partial(_through, from_, pinned, to),
+            "within one GPU": from_.clone,
         }
         rows += [(way, mib, mib * 2**20 / (_clocked(copy, 10) / 10) / 1e9) for way, copy in ways.items()]
     return pd.DataFrame(rows, columns=["way", "MiB", "GB/s"])
@@ -277,13 +280,13 @@ def jobs() -> pd.DataFrame:
                 made.append((torch.randn(n, 2, **at), torch.randn(2, 2, **at)))
         graphs = [_captured(job) for job in made]
         calls: dict[str, Callable[[], Any]] = {
-            "one job": lambda made=made: _in_turn(made[0]),
-            "two jobs, one GPU": lambda made=made: _in_turn(made[0], made[0]),
-            "two jobs, two GPUs": lambda made=made: _in_turn(*made),
-            "two jobs, two GPUs, one queued after the other": lambda made=made: _whole(*made),
-            "two jobs, two GPUs, a thread each": lambda made=made: _threads(*made),
-            "one job, a graph": lambda graphs=graphs: _replay(graphs[0]),
-            "two jobs, two GPUs, a graph each": lambda graphs=graphs: _replay(*graphs),
+            "one job": functools.partial(_in_turn, made[0]),
+            "two jobs, one GPU": functools.partial(_in_turn, made[0], made[0]),
+            "two jobs, two GPUs": functools.partial(_in_turn, *made),
+            "two jobs, two GPUs, one queued after the other": functools.partial(_whole, *made),
+            "two jobs, two GPUs, a thread each": functools.partial(_threads, *made),
+            "one job, a graph": functools.partial(_replay, graphs[0]),
+            "two jobs, two GPUs, a graph each": functools.partial(_replay, *graphs),
         }
         rows += [(n, way, 1e3 * _clocked(call)) for way, call in calls.items()]
     one = [torch.zeros(1, device=f"cuda:{gpu}") for gpu in (0, 1)]
@@ -300,8 +303,8 @@ def jobs() -> pd.DataFrame:
                 one[gpu].add_(1)
 
     for what, call in (("switch", switches), ("add", adds)):
-        rows += [(0, f"{what}, one GPU", 1e3 * _clocked(lambda call=call: call(0, 0)))]
-        rows += [(0, f"{what}, two GPUs", 1e3 * _clocked(lambda call=call: call(0, 1)))]
+        rows.append((0, f"{what}, one GPU", 1e3 * _clocked(functools.partial(call, 0, 0))))
+        rows.append((0, f"{what}, two GPUs", 1e3 * _clocked(functools.partial(call, 0, 1))))
     return pd.DataFrame(rows, columns=["points", "way", "ms"])
 
 

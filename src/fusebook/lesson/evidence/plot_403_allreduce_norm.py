@@ -225,8 +225,8 @@ def _speed(steps: Mapping[str, Callable[..., Any]]) -> pd.DataFrame:
                 ways = {way: found[way] for way in found if way not in PARTS}
                 taken["host"] = _ranks.timed(ways, calls=30, repeat=5, before=again, graph=False)
             rows += [(tokens, columns, clock, way, us) for clock, times in taken.items() for way, us in times.items()]
-    found = pd.DataFrame(rows, columns=["tokens", "columns", "clock", "way", "us"])
-    return found.assign(NVLS=os.environ.get("NCCL_NVLS_ENABLE", "as NCCL decides"))
+    times_of = pd.DataFrame(rows, columns=["tokens", "columns", "clock", "way", "us"])
+    return times_of.assign(NVLS=os.environ.get("NCCL_NVLS_ENABLE", "as NCCL decides"))
 
 
 def on_ranks(steps: Mapping[str, Callable[..., Any]]) -> pd.DataFrame:
