@@ -175,7 +175,7 @@ def launch(kernel, memory, turns, rank, parts, centres, wait=True):
 
 
 def sums(points, centres):
-    labels = torch.cdist(points, centres).argmin(1)
+    labels = torch.cdist(points.double(), centres.double()).argmin(1)
     ones = torch.cat((points, torch.ones_like(points[:, :1])), 1).double()
     total = ones.new_zeros(len(centres), ones.shape[1])
     return labels, total.index_add_(0, labels, ones)[None]

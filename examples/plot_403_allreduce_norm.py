@@ -101,12 +101,13 @@ def norm_rows(
         row += tl.num_programs(0)
 
 
-PROGRAMS = 132  # the multiprocessors of an H100 or H200
+def programs():
+    return 132  # the multiprocessors of an H100 or H200
 
 
 def add_norm(x, residual, weight, eps=1e-6):
     y, h, (M, N) = torch.empty_like(x), torch.empty_like(x), x.shape
-    norm_rows[(min(M, PROGRAMS),)](
+    norm_rows[(min(M, programs()),)](
         y, h, (x,), residual, weight, M, N, eps,
         BLOCK=triton.next_power_of_2(N), num_warps=8,
     )  # fmt: skip
@@ -190,8 +191,8 @@ def reduce_rows(
 def launch(parts, flags, turns, me, residual, weight, eps, twice, wait=True):
     y, h = torch.empty_like(residual), torch.empty_like(residual)
     M, N = residual.shape
-    reduce_rows[(min(M, PROGRAMS),)](
-        y, h, parts, residual, weight, turns, flags, M, N, eps, PROGRAMS,
+    reduce_rows[(min(M, programs()),)](
+        y, h, parts, residual, weight, turns, flags, M, N, eps, programs(),
         ME=me, TWICE=twice, WAIT=wait, BLOCK=triton.next_power_of_2(N),
         num_warps=8,
     )  # fmt: skip
@@ -207,10 +208,10 @@ def in_turn(x, residual, weight, twice, ranks=3):
     owner = torch.arange(x.shape[1], device=x.device) % ranks
     parts = tuple(torch.where(owner == r, x, 0) for r in range(ranks))
     at = {"dtype": torch.int32, "device": x.device}
-    flags = tuple(torch.zeros(ranks, PROGRAMS, **at) for _ in parts)
+    flags = tuple(torch.zeros(ranks, programs(), **at) for _ in parts)
     for wait in (False, True):
         for r in range(ranks):
-            turns = torch.zeros(PROGRAMS, **at)
+            turns = torch.zeros(programs(), **at)
             given = parts, flags, turns, r, residual, weight, 1e-6
             found = launch(*given, twice, wait)
     return found
@@ -252,8 +253,8 @@ class Reduce:
         self.twice, self.turn = twice, 0
         buffers = 1 if twice else 2
         self.parts = [shared((M, N), torch.bfloat16) for _ in range(buffers)]
-        self.flags = shared((world, PROGRAMS), torch.int32)
-        self.turns = torch.zeros(PROGRAMS, dtype=torch.int32, device=gpu)
+        self.flags = shared((world, programs()), torch.int32)
+        self.turns = torch.zeros(programs(), dtype=torch.int32, device=gpu)
         torch.cuda.synchronize()
         dist.barrier()  # all flags are zero before one is raised
 

@@ -196,7 +196,7 @@ if any(float(capability) < 8 for capability in found):
 def notebook(make, script_blocks, gallery_conf, target_dir):
     """A notebook as sphinx-gallery makes it, with gains, and without roles and comments for the site."""
     code = "\n".join(block.content for block in script_blocks if block.type == "code")
-    opened = re.search(r'lesson\.(open|book)\("(\w+)"\)', code)
+    opened = re.search(r'lesson\.(open|book)\("(\w+)"', code)
     url, found = os.environ.get("FUSEBOOK_URL", "").rstrip("/"), {}
     if opened:
         from fusebook.page import _place
