@@ -43,6 +43,7 @@ SMALL = {
     "plot_306_tf32_filter": (150, 20, 70),
     "plot_307_moving_centres": (300, 2, 3),
     "plot_308_scikit_learn": (300, 2, 3),
+    "plot_402_two_gpus": (50, 3, 5),
 }
 
 #: Limits of a page; see docs/contributing.rst.

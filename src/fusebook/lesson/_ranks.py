@@ -254,7 +254,7 @@ class RanksPage(Page):
     sentences. A frame with a function is measured by the page's own process.
     """
 
-    def __new__(cls, about: ModuleType, **_: Any) -> RanksPage:
+    def __new__(cls, *_: Any, **__: Any) -> RanksPage:
         """A rank shows nothing."""
         return super().__new__(_Rank if _place.ranked() and _place.script() else cls)
 
