@@ -1,6 +1,7 @@
 """Several GPUs: kernels that send and meet, the processes of a page, and what ends them. Here they are on the CPU."""
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import subprocess
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fusebook
+import fusebook.lesson._ranks as processes
 import warm
 from fusebook.kernels._call import OPERATORS
 from fusebook.kernels.distributed import (
@@ -27,11 +29,15 @@ from fusebook.kernels.distributed import (
     allreduce_config,
     reachable,
 )
+from fusebook.lesson import evidence
+from fusebook.lesson import open as open_lesson
+from fusebook.lesson._ranks import enough, join, ranks, timed
+from fusebook.measure import machine as machines
+from fusebook.measure import record
 from fusebook.measure.inputs import generator
-from fusebook.page.ranks import enough, join, ranks, timed
+from toy import machine
 
 ROOT = Path(__file__).resolve().parents[1]
-processes = sys.modules["fusebook.page.ranks"]  # `fusebook.page.ranks` is its function
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU pretends to be several")
 
 
@@ -217,7 +223,7 @@ import fusebook
 import pandas as pd, torch, torch.distributed as dist
 from fusebook.measure.inputs import generator
 from fusebook.kernels._call import OPERATORS
-from fusebook.page import work
+from fusebook.lesson._ranks import work
 
 def found():
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -448,6 +454,64 @@ def test_a_rank_that_fails_when_the_rows_are_there_is_told(monkeypatch, page):
     monkeypatch.setattr(processes.subprocess, "Popen", Failed)
     with pytest.raises(RuntimeError, match=r"dies failed on 2 ranks:\nrank 1 had enough"):
         ranks(page["dies"], 2)
+
+
+# A lesson
+
+
+@pytest.mark.parametrize("name", ["plot_402_two_gpus", "plot_403_allreduce_norm"])
+def test_a_lesson_records_what_ranks_measured_on_each_number_of_gpus(name, monkeypatch, tmp_path):
+    """The ranks' rows come from the record, and GPUs are pretended: each frame is written with its own rows."""
+    lesson = evidence.load(name)
+    known = {frame: spec.read(name[5:8]) for frame, spec in lesson.FRAMES.items()}
+    asked = []
+
+    def found(worker, gpus):
+        asked.append((worker.__name__, gpus))
+        frames = [rows.assign(frame=frame) for frame, rows in known.items() if not lesson.FRAMES[frame].function]
+        return pd.concat([rows.drop(columns=["step", "GPUs"]) for rows in frames], ignore_index=True)
+
+    monkeypatch.setattr(processes, "ranks", found)
+    monkeypatch.setattr(processes, "enough", lambda *_: True)
+    monkeypatch.setattr(processes._place, "live", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(machines, "here", machine)
+    monkeypatch.setenv("_FUSEBOOK_RECORD", str(tmp_path))
+    for frame, spec in lesson.FRAMES.items():
+        if spec.function:
+            spec = dataclasses.replace(spec, function=lambda frame=frame: known[frame])
+            monkeypatch.setitem(lesson.FRAMES, frame, spec)
+    page = open_lesson(name, gpus=4)
+
+    def first():
+        """A step."""
+
+    shown = page.steps(**dict.fromkeys(lesson.STEPS, first))
+    assert asked == [("first", 1), ("first", 2), ("first", 4)]
+    for frame, spec in lesson.FRAMES.items():
+        written = record.read(f"pages/{spec.name}", "test-gpu", tmp_path)
+        if not spec.function:
+            assert sorted(written["GPUs"].unique()) == [1, 2, 4]
+            assert "frame" not in written and not written.isna().all().any()
+        assert len(written) == len(known[frame]) * (1 if spec.function else 3)
+    assert "measured now on Test GPU" in repr(shown) and "N = 4" in repr(shown)
+
+
+def test_a_rank_of_a_lesson_shows_nothing_and_measures_its_steps(monkeypatch):
+    monkeypatch.setattr(processes._place, "ranked", lambda: True)
+    monkeypatch.setattr(processes._place, "script", lambda: True)
+    monkeypatch.setattr(processes, "options", lambda gpus: SimpleNamespace(gpus=gpus))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    page = open_lesson("plot_403_allreduce_norm")
+    assert not page.verdict().html and not page.check(None).html and not page.picture.meeting().html
+    monkeypatch.setattr(page.about, "on_ranks", lambda steps: list(steps))
+    monkeypatch.setattr(processes, "work", lambda worker: sys.exit(f"{worker.__name__}: {worker()}"))
+
+    def reduce_eager():
+        """A step."""
+
+    with pytest.raises(SystemExit, match=r"reduce_eager: \['eager'\]"):
+        page.steps(eager=reduce_eager)
 
 
 # What is missing

@@ -251,7 +251,7 @@ def test_stale_pages_are_listed_without_a_gpu_and_one_that_fails_is_among_them(p
 
 def test_a_page_of_two_gpus_is_last_has_both_and_is_left_where_there_is_one(tmp_path, pages, two_gpus, capsys):
     found = pages(plot_1_both=0.1, plot_2_one=0.1, plot_3_one=0.1)
-    found[0].write_text(found[0].read_text() + "# asked = options(gpus=2)\n# measured(\n")
+    found[0].write_text(found[0].read_text() + "# page = lesson.open('plot_1_both', gpus=2)\n# measured(\n")
     assert [record_pages.needs(page) for page in found] == [2, 1, 1]
     assert record_pages.main(["--gpus", "1", "--out", str(tmp_path / "out")]) == 0
     assert set(pages.said()) == {"plot_2_one", "plot_3_one"}

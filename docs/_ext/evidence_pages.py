@@ -202,10 +202,23 @@ def origin(frames, about):
             "dates": " to ".join(dict.fromkeys((found.dates[0], found.dates[-1]))),
             "commit": ", ".join(commit[:12] for commit in found.commits),
         }
-    files = [show.downloads(frames.of(op), f"evidence_{op}")._repr_html_() for op in about.OPERATORS]
+    files = [show.downloads(frames.of(op), f"evidence_{op}")._repr_html_() for op in operators(about)]
     files = "".join(files).replace('href="downloads/', 'href="../auto_examples/downloads/')
     made = show.table(pd.DataFrame.from_dict(rows, orient="index"), "Where the rows come from", fold=False)
     return made._repr_html_() + files
+
+
+def operators(about):
+    """The operators of a lesson that it has rows of: a lesson on several GPUs has what its ranks measure."""
+    recorded = {getattr(spec, "op", "") for spec in about.FRAMES.values()}
+    return [op for op in about.OPERATORS if op in recorded]
+
+
+def measurements(about, frames):
+    """Every frame that a lesson measures by itself."""
+    from fusebook.page import show
+
+    return "\n".join(show.sortable(frames[name], name)._repr_html_() for name in about.FRAMES)
 
 
 def page(name):
@@ -218,7 +231,8 @@ def page(name):
     frames = evidence.Frames(about)
     title = f"Evidence: {next(p for p in pages.pages().values() if p.path.stem == name).title}"
     try:
-        ops = {op: frames.of(op) for op in about.OPERATORS}
+        ops = {op: frames.of(op) for op in operators(about)}
+        measured = "" if ops else raw(measurements(about, frames))
     except evidence.NotRecorded as missing:
         return f":orphan:\n\n{title}\n{'=' * len(title)}\n\nNothing is recorded yet: {missing}.\n"
     every = [(OPS[op], frame) for op, frame in ops.items()]
@@ -230,22 +244,21 @@ def page(name):
     parts = [
         f":orphan:\n\n{title}\n{'=' * len(title)}\n",
         f"What is behind :doc:`/auto_examples/{name}`: every claim with its condition, and every recorded number.\n",
-        heading(f"{label}-sizes", "1. Verdict by size"),
-        each(by_size),
     ]
-    for number, (kind, what) in enumerate(KINDS.items(), 2):
-        parts += [heading(f"{label}-{kind}", f"{number}. {what}"), raw(outcomes(about, frames, kind))]
     log = "\n".join(f"<p>{rich(text)}</p>" for text in about.LOG)
     sections = [
+        ("sizes", "Verdict by size", each(by_size)),
+        *((kind, what, raw(outcomes(about, frames, kind))) for kind, what in KINDS.items()),
+        ("measurements", "All measurements", measured),
         ("implementations", "All implementations", each(implementations)),
         ("first", "First calls and compiled kernels", each(first_calls)),
         ("losses", "Where another implementation is faster", each(elsewhere)),
-        ("hardware", "Registers and hardware counters", raw(hardware(about, frames))),
+        ("hardware", "Registers and hardware counters", raw(hardware(about, frames)) if ops else ""),
         ("random", "Random problems", "\n".join(raw(random_problems(op, name.split("_")[1])) for op, _ in every)),
         ("provenance", "Provenance", raw(origin(frames, about))),
         ("log", "Log", raw(log)),
     ]
-    for number, (short, what, text) in enumerate(sections, 5):
+    for number, (short, what, text) in enumerate([section for section in sections if section[2]], 1):
         parts += [heading(f"{label}-{short}", f"{number}. {what}"), text]
     return "\n".join(parts)
 

@@ -12,7 +12,7 @@ those of the record. Each card's file belongs to one page, that of its family.
 
 With one GPU a page has the host to itself, and all clocks are recorded in one run. With several GPUs the first run
 records the clocks of the GPUs, one page per GPU. A second run, one page at a time, records the clocks of the host.
-Pages that ask for several GPUs, by ``options(gpus=2)``, are recorded last, if ``--gpus`` gives as many: with four, on
+Pages that ask for several GPUs, by ``lesson.open(..., gpus=2)``, are recorded last, if ``--gpus`` gives as many: with four, on
 1, 2 and 4 of them.
 """
 
@@ -230,7 +230,7 @@ def failures(folder):
 
 def needs(page):
     """How many GPUs a page asks for."""
-    found = re.search(r"\boptions\(gpus=(\d+)", page.read_text(encoding="utf-8"))
+    found = re.search(r"\blesson\.open\(.*\bgpus=(\d+)", page.read_text(encoding="utf-8"))
     return int(found[1]) if found else 1
 
 

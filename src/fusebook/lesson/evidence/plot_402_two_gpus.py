@@ -515,7 +515,7 @@ CLAIMS = (
     # The lesson's findings
     Claim(
         "words-over-nccl",
-        "One kernel that sends sums in words takes {least:.2f} to {most:.2f} times the time of NCCL.",
+        "The library's kernel, which sends sums in words, takes {least:.2f} to {most:.2f} times the time of NCCL.",
         _over("fusebook", "nccl"),
         "<= 1.02",
         _ALL,
@@ -572,8 +572,8 @@ CLAIMS = (
     ),
     Claim(
         "two-jobs-threads",
-        "A thread for each GPU does not help: two small jobs take {median:.2f} times as long as on one GPU, since "
-        "Python runs one thread at a time.",
+        "With a thread for each GPU, two small jobs take {median:.2f} times as long as on one GPU. Python runs one "
+        "thread at a time.",
         _ratio("two jobs, two GPUs, a thread each", "two jobs, one GPU"),
         ">= 0.9",
         f"{SMALL:,} points in the plane; " + _TWO,
@@ -693,7 +693,7 @@ CLAIMS = (
 )
 
 LOG = (
-    "The step needs a message of a few bytes and a pass over the points, and the two cannot overlap: a point is "
+    "An iteration needs a message of a few bytes and a pass over the points, and the two cannot overlap. A point is "
     "labelled when the centres are known. Half of the sums can travel while the other half is labelled. But the rest "
     "must follow, and one pass becomes two.",
     "A call returns before the GPU has finished, so one process keeps two GPUs busy if it queues faster than they "

@@ -480,10 +480,10 @@ CLAIMS = (
     Claim(
         "own-traffic",
         "With 4096 tokens, the fused kernel takes {many_least:.2f} to {many_most:.2f} times a copy of the other part "
-        "and a flag. It also reads and writes its own memory, and never takes longer than the three in a row.",
+        "and a flag. With the traffic of the GPU's own memory, the three in a row never take less time.",
         _one_after_the_other,
         "<= 1",
-        _GRAPH + "; over a copy, a flag and the traffic of a GPU's own memory, one after the other",
+        _SIZES + "; GPU time over that of a copy, a flag and a GPU's own traffic in a row",
         lesson=True,
         numbers=lambda frames: {
             "many_least": (many := _of("fused", "copy", "flag", least=TOKENS[-1])(frames)).min(),
@@ -501,7 +501,7 @@ CLAIMS = (
     # How far from the roof
     Claim(
         "hidden",
-        "With 4096 tokens, the fused kernel hides {least:.0%} to {most:.0%} of its own memory traffic behind the link.",
+        "With 4096 tokens, {least:.0%} to {most:.0%} of the traffic of a GPU's own memory overlaps with the link.",
         _hidden,
         "> 0",
         "4096 tokens of 4096 and 8192 elements; (copy + flag + own traffic - fused) over own traffic",
@@ -523,9 +523,9 @@ CLAIMS = (
     ),
     Claim(
         "flashinfer",
-        "At 128 tokens of 8192 columns a fused all-reduce and norm does not pay: it is 0.55 times as fast as the two "
-        "apart (FlashInfer's one-shot kernel on two H100, in vLLM's pull request 22086, August 2025). Fusebook's takes "
-        "{median:.2f} times as long as the fastest unfused chain.",
+        "At 128 tokens of 8192 elements a fused all-reduce and norm does not pay. FlashInfer's one-shot kernel is 0.55 "
+        "times as fast as the two apart on two H100 (vLLM's pull request 22086). Fusebook's takes {median:.2f} times "
+        "as long as the fastest unfused chain.",
         lambda frames: pd.Series({"128 x 8192 on 2 GPUs": _over("fused")(frames).loc[2, 8192, 128]}),
         "> 1",
         "two GPUs; GPU time in a CUDA graph",
@@ -644,11 +644,11 @@ CLAIMS = (
 LOG = (
     "Each of two GPUs must get all data of the other, so no all-reduce moves less than the fused kernel. With more "
     "GPUs an all-reduce in two steps moves less, and the library uses it for many rows.",
-    "A flag stands for all rows of a program. A word with its own number would double the bytes, which are many here.",
+    "One flag is enough for all rows of a program. A word with its own number would double the bytes, which are many here.",
     "One program per multiprocessor has enough loads in flight to fill the link. Rows of a program come in turn, and "
-    "the next row of its own memory is loaded while the current one is normalised.",
+    "the GPU's own part of the next row is loaded while the current one is normalised.",
     "A copy of the other part moves only what comes over the link. The fused kernel also reads its own part and the "
-    "residual, and writes two results: four times as many bytes of its own memory. It overlaps them with the link, but "
+    "residual, and writes two results. These are four times as many bytes of the GPU's own memory. It overlaps them with the link, but "
     "a program waits at the end of each row for its sum. A GPU with less bandwidth therefore needs longer.",
     "In a benchmark that repeats the same parts, a kernel without the meeting is correct: the memory has the right "
     "numbers from the call before. Each repeat of the check has other parts, and one rank is late.",
