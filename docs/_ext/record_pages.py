@@ -12,8 +12,8 @@ those of the record. Each card's file belongs to one page, that of its family.
 
 With one GPU a page has the host to itself, and all clocks are recorded in one run. With several GPUs the first run
 records the clocks of the GPUs, one page per GPU. A second run, one page at a time, records the clocks of the host.
-Pages that ask for several GPUs, by ``lesson.open(..., gpus=2)``, are recorded last, if ``--gpus`` gives as many: with four, on
-1, 2 and 4 of them.
+Pages that ask for several GPUs, by ``lesson.open(..., gpus=2)``, are recorded last, if ``--gpus`` gives as many: with
+four, on 1, 2 and 4 of them.
 """
 
 import argparse

@@ -644,12 +644,14 @@ CLAIMS = (
 LOG = (
     "Each of two GPUs must get all data of the other, so no all-reduce moves less than the fused kernel. With more "
     "GPUs an all-reduce in two steps moves less, and the library uses it for many rows.",
-    "One flag is enough for all rows of a program. A word with its own number would double the bytes, which are many here.",
+    "One flag is enough for all rows of a program. A word with its own number would double the bytes, which are many "
+    "here.",
     "One program per multiprocessor has enough loads in flight to fill the link. Rows of a program come in turn, and "
     "the GPU's own part of the next row is loaded while the current one is normalised.",
     "A copy of the other part moves only what comes over the link. The fused kernel also reads its own part and the "
-    "residual, and writes two results. These are four times as many bytes of the GPU's own memory. It overlaps them with the link, but "
-    "a program waits at the end of each row for its sum. A GPU with less bandwidth therefore needs longer.",
+    "residual, and writes two results. These are four times as many bytes of the GPU's own memory. It overlaps them "
+    "with the link, but a program waits at the end of each row for its sum. A GPU with less bandwidth therefore needs "
+    "longer.",
     "In a benchmark that repeats the same parts, a kernel without the meeting is correct: the memory has the right "
     "numbers from the call before. Each repeat of the check has other parts, and one rank is late.",
 )
