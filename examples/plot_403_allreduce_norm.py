@@ -289,9 +289,9 @@ page.steps(
 )
 
 # %%
-# The figure compares Fusebook with the fastest unfused chain at each size. An
-# all-reduce is NCCL's, or one of PyTorch's on symmetric memory: *one-shot*
-# reads all parts, *two-shot* adds a share of the rows and fetches the rest.
+# The figure compares with NCCL and the fastest norm at each size. *Two-shot* is
+# PyTorch's all-reduce on symmetric memory, with the library's norm: each GPU
+# adds a share of the rows, and fetches the other shares.
 
 page.plot("lines", over="M")
 

@@ -49,7 +49,7 @@ WAITING = {
         *("weak-plane-4", "words-over-flag"),
     },
     "plot_403_allreduce_norm": {
-        *("norm-gain", "twice-gain", "once-gain", "library-once", "late-steps"),
+        *("norm-gain", "twice-gain", "once-gain", "library-once", "late-steps", "pays-more"),
         *("nccl-memory", "nccl-behind", "nccl-behind-parts"),
     },
     "plot_204_descriptors": {

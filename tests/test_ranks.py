@@ -146,6 +146,7 @@ def test_the_plan_depends_on_numbers_that_all_gpus_share():
         made = allreduce_config(rows, columns, world, 132)
         assert made.way in WAYS and 1 <= made.programs <= min(rows, 132)
     assert allreduce_config(4096, 8192, 2, 132).way == "fused" != allreduce_config(4096, 8192, 8, 132).way
+    assert allreduce_config(1, 4096, 4, 132).way == "two-shot"
     assert allreduce_config(1, 4096, 2, 132, "group").way == "group"
 
 

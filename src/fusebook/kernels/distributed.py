@@ -21,7 +21,7 @@ again. The least traffic is to read the part of every GPU, the others' over NVLi
 
 Every GPU computes all rows, from the same numbers in the same order: the same bits on each. That is the least traffic
 for two GPUs. Of G GPUs each reads G - 1 parts, and an all-reduce in two steps moves only 2 (G - 1) / G of one. So that
-all-reduce is used for many rows on more than two GPUs.
+all-reduce is used on more than two GPUs.
 """
 
 from __future__ import annotations
@@ -369,9 +369,9 @@ def allreduce_config(rows: int, N: int, world: int, multiprocessors: int, way: s
     Config
     """
     if way is None:
-        # With two GPUs, each needs all data of the other in any case. With more, the time of few rows is latency. Many
-        # rows are bound by bytes, of which two steps move less.
-        way = "fused" if world == 2 or (world - 1) * rows * N <= 2**19 else "two-shot"
+        # With two GPUs, each needs all data of the other in any case. With more, two steps move less, and few rows do not
+        # wait for a flag of each GPU in turn.
+        way = "fused" if world == 2 else "two-shot"
     # One program on each multiprocessor has enough loads in flight to fill the link.
     return Config(way, min(rows, multiprocessors), 8)
 

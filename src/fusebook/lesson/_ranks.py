@@ -271,7 +271,7 @@ class RanksPage(Page):
     def verdict(self) -> Shown:
         """The box: three sentences and bars, from the evidence."""
         lines, bars = self.about.verdict(self.frames)
-        return self._boxed(lines, bars, self.frames["steps"])
+        return self._box(lines, bars, _numbers.origin(self.frames["steps"]))
 
     @_or_banner
     def steps(self, **steps: Callable[..., Any]) -> Shown:
