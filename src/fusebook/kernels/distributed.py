@@ -369,8 +369,8 @@ def allreduce_config(rows: int, N: int, world: int, multiprocessors: int, way: s
     Config
     """
     if way is None:
-        # With two GPUs, each needs all data of the other in any case. With more, two steps move less, and few rows do not
-        # wait for a flag of each GPU in turn.
+        # With two GPUs, each needs all data of the other in any case. With more, two steps move less, and few rows wait
+        # for fewer flags.
         way = "fused" if world == 2 else "two-shot"
     # One program on each multiprocessor has enough loads in flight to fill the link.
     return Config(way, min(rows, multiprocessors), 8)
