@@ -703,8 +703,8 @@ LOG = (
     "same for ordinary and for symmetric memory, for zeros and for random numbers, and for two buffers in turn. The "
     "profiler's time of NCCL's kernel does not contain it. We do not know its cause inside NCCL. A model always has "
     "a kernel between two all-reduces, so this page compares chains.",
-    "On four GPUs the fused kernel reads three parts, and an all-reduce in two steps moves half of that. For few tokens "
-    "a program raises and awaits three flags, one after the other.",
+    "On four GPUs the fused kernel reads three parts, and an all-reduce in two steps moves half of that. For few "
+    "tokens a program raises and awaits three flags, one after the other.",
     "In a benchmark that repeats the same parts, a kernel without the meeting is correct: the memory has the right "
     "numbers from the call before. Each repeat of the check has other parts, and one rank is late.",
 )
