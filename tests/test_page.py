@@ -1,6 +1,5 @@
 import ast
 import inspect
-import json
 import os
 import re
 import shutil
@@ -16,7 +15,6 @@ import pytest
 import torch
 import triton
 
-import box
 import synthetic
 import warm
 from fusebook import page, plots, tables
@@ -239,25 +237,6 @@ def test_what_a_page_measures_is_recorded_and_replayed(monkeypatch, tmp_path):
     assert replayed.attrs["origin"].machine.name == "Made-up GPU"
     why = "drift was measured before the code changed (at commit 0123456789ab)"
     assert page.measured("drift", other).attrs["origin"].stale == (why,)
-
-
-def test_the_site_names_all_of_other_code_that_a_page_has_asked_for(recorded, monkeypatch, tmp_path):
-    """Not only what the page hands to its box: what was measured beside that would go unnamed."""
-    monkeypatch.setattr(_place, "live", lambda: True)
-    monkeypatch.setattr(machines, "here", lambda: machine(slug="nvidia-h200"))
-    monkeypatch.setenv("_FUSEBOOK_RECORD", str(machines.RECORDS))
-    page.measured("drift", drift)
-    monkeypatch.setattr(_place, "live", lambda: False)
-    softmax = page.results(SOFTMAX, config="small")
-    page.measured("drift", other)
-    assert "drift was measured before the code changed" not in repr(page.provenance(softmax))
-    monkeypatch.setenv("_FUSEBOOK_DEPS", str(tmp_path / "deps"))
-    monkeypatch.setattr(_place, "shown", {})
-    page.measured("drift", other)
-    assert "drift was measured before the code changed" in repr(page.provenance(softmax))
-    file = tmp_path / "plot_102_softmax.box.json"
-    box.keep(file, "plot_102_softmax", _place.shown)
-    assert any("drift was measured before" in why for why in json.loads(file.read_text())["stale"])
 
 
 def test_what_needs_no_gpu_is_measured_where_it_can_be(monkeypatch):

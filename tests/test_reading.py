@@ -10,7 +10,6 @@ import pytest
 from docutils import nodes
 from sphinx import addnodes
 
-import folding
 import fusebook_site
 import lessons
 import pages
@@ -18,111 +17,6 @@ import reading
 import reference
 
 ROOT = Path(__file__).resolve().parents[1]
-
-IMPORTS = """\
-import fusebook
-from fusebook import plots, tables
-from fusebook.page import claim, claims, draw, measured, table
-
-import torch
-import triton
-"""
-KERNEL = """\
-@triton.jit
-def one_row(y_ptr, x_ptr):
-    pass
-
-
-def softmax_one_row(x):
-    one_row[(1,)](x, x)
-    return x
-"""
-MEASURE = """\
-def seconds():
-    return tables.number(1)
-
-
-# Each way, once.
-taken = measured("seconds", seconds)
-table(taken, "Seconds")
-"""
-
-
-def folds(page, text):
-    return [part.summary for part in page.parts(text)]
-
-
-def test_imports_and_harness_are_folded_and_kernels_are_not():
-    page = folding.Page()
-    assert folds(page, IMPORTS) == ["imports (6 lines)"]
-    assert folds(page, KERNEL) == [""]
-    assert folds(page, MEASURE) == ["how this was measured and tabulated (7 lines)"]
-    assert folds(page, 'claims(claim("It is so", taken > 1))') == ["how this was decided (1 line)"]
-    assert folds(page, "y = softmax_one_row(torch.rand(3))\ny") == [""]
-    assert folds(page, "plots.lines(\n    taken\n)") == ["how this was drawn (3 lines)"]
-    assert folds(page, 'draw.owners("Owners", keys, 5)') == ["how this was drawn (1 line)"]
-
-
-def test_what_only_prepares_a_harness_goes_with_it_and_functions_do_not():
-    page = folding.Page()
-    page.parts(IMPORTS)
-    parts = page.parts("M, N = 3, 4\n\n\ndef forgetful(x):\n    return x.exp()\n\n\ntable(forgetful(M), 't')\n")
-    assert [bool(part.summary) for part in parts] == [True, False, True]
-    assert parts[1].text.startswith("def forgetful") and "table(" in parts[2].text
-
-
-def test_a_comment_decides_and_is_not_shown():
-    page = folding.Page()
-    page.parts(IMPORTS)
-    parts = page.parts("# site: open\n" + MEASURE)
-    assert [bool(part.summary) for part in parts] == [False, True]
-    assert "site: open" not in parts[0].text and parts[0].text.startswith("def seconds")
-    assert page.parts("# site: fold\n" + KERNEL)[0].summary
-
-
-def test_a_line_that_only_names_what_is_shown_is_left_out():
-    page = folding.Page()
-    page.parts(IMPORTS.replace(", table", ", Folded, Source, table"))
-    bare = lambda text: [part.bare for part in page.parts(text)]  # noqa: E731
-    assert bare('Folded("The kernel",\n    Source(y))') == bare("table(taken, 'Seconds')\nSource(y)") == [True]
-    assert bare("table(\n    taken, 'Seconds'\n)") == bare("claims(claim('So', taken > 1))") == [False]
-    assert bare("table(measured('x', y), 'Seconds')") == bare("z = table(y, '')") == bare(KERNEL + "\ny") == [False]
-    document = page_of(IMPORTS + "\nfrom fusebook.page import Folded, Source", "Source(y)", KERNEL)
-    reading.fold_code(document)
-    assert [type(node).__name__ for node in document.children] == ["fold", "literal_block"]
-
-
-def test_folding_loses_no_line_of_any_page():
-    from sphinx_gallery.py_source_parser import split_code_and_text_blocks
-
-    for path in sorted((ROOT / "examples").glob("plot_*.py")):
-        if lessons.of_lesson_api(path.stem):
-            continue  # its code is open
-        page = folding.Page()
-        blocks = [text.strip("\n") for kind, text, _ in split_code_and_text_blocks(str(path))[1] if kind == "code"]
-        shown = opened = 0
-        for text in blocks:
-            parts = page.parts(text)
-            lines = [line for line in text.splitlines() if line.strip() and not line.startswith("# site: ")]
-            assert [line for part in parts for line in part.text.splitlines() if line.strip()] == lines
-            shown += len(lines)
-            opened += sum(len(part.text.splitlines()) for part in parts if not part.summary)
-        assert opened < 0.6 * shown, f"{path.name} shows more harness than it folds"
-        assert opened, path.name
-
-
-def page_of(*blocks):
-    document = docutils.core.publish_doctree("")
-    for text in blocks:
-        document += nodes.literal_block(text, text, language="Python")
-    return document
-
-
-def test_a_block_is_replaced_by_its_parts():
-    document = page_of(IMPORTS, KERNEL, KERNEL + "\n\n" + MEASURE)
-    reading.fold_code(document)
-    assert [type(node).__name__ for node in document.children] == ["fold", "literal_block", "literal_block", "fold"]
-    assert all(block.rawsource == block.astext() for block in document.findall(nodes.literal_block))
 
 
 def test_a_word_of_the_field_leads_to_the_glossary_where_it_is_first_used_and_only_there():

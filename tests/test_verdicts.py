@@ -1,14 +1,11 @@
 """Whether to write a kernel is decided by records alone: made-up ones here, whose answer is known."""
 
-import dataclasses
 import re
-import types
 
 import pandas as pd
 import pytest
 
 import answers
-import box
 import front
 import lessons
 import pages
@@ -18,7 +15,7 @@ from fusebook import tables
 from fusebook.cards import OPS
 from fusebook.cards.logistic_step import LOGISTIC_STEP
 from fusebook.cards.softmax import SOFTMAX
-from fusebook.page import _place, claim, claims, holds, sortable, verdicts
+from fusebook.page import _place, claim, claims, sortable, verdicts
 
 
 @pytest.fixture(scope="module")
@@ -169,120 +166,11 @@ def test_shares_of_the_roof_leave_out_what_memory_does_not_bind(df):
     assert (part["ours"] / part["other"]).median() == pytest.approx(1.02 / 1.01)
 
 
-def test_uses_count_where_each_way_is_as_fast_as_any(df):
-    large = answers.uses(verdicts.choices(SOFTMAX, df[df["config"] == "large"]))
-    points = len(df[df["config"] == "large"].drop_duplicates(["dtype", "M", "N"]))
-    assert large.loc["ours", ["points", "best"]].tolist() == [points, points]
-    assert large.loc["torch"].tolist() == [points, 0, 0, "", ""]
-    assert large.loc["ours", "alone"] == points - large.loc["libraries", "best"]
-    assert large.loc["ours", "smallest"] == "65536x781 bfloat16"
-    small = answers.uses(verdicts.choices(SOFTMAX, df[df["config"] == "small"]))
-    assert small.loc["torch", "alone"] == 6
-
-
-# The box under a title
-
-RST = """.. DO NOT EDIT
-
-.. _a_label:
-
-From NumPy to C++ and CUDA: torch.compile
-=========================================
-
-A softmax.
-
-For whom: those who
-reduce.
-
-Read before: 002, 101.
-
-.. code-block:: Python
-
-    "NumPy"
-"""
-
-
-@pytest.fixture
-def facts(monkeypatch, tmp_path, df):
-    """What is kept of a page that made a true claim, a false one and a statement, and showed results."""
-    monkeypatch.setenv("_FUSEBOOK_DEPS", str(tmp_path / "deps"))
-    monkeypatch.delenv("_FUSEBOOK_DOWNLOADS", raising=False)
-    monkeypatch.setattr(_place, "shown", {})
-    claims(
-        claim("It is {n} times `that`", False, fatal=False, headline=True, n=3),
-        claim("Not in the box", True),
-        holds("Theirs", None),
-    )
-    _place.remember("frames", df)
-    box.keep(tmp_path / "kept.json", "plot_102_softmax", _place.shown)
-    return box.json.loads((tmp_path / "kept.json").read_text())
-
-
 def test_a_page_remembers_what_it_shows_for_the_site_only(monkeypatch):
     monkeypatch.setattr(_place, "shown", {})
     monkeypatch.delenv("_FUSEBOOK_DEPS", raising=False)
     claims(claim("x", True))
     assert _place.shown == {}
-
-
-def test_the_box_says_what_the_page_claims_as_it_came_out(facts):
-    shown = box.told(facts)
-    assert "<strong>false:</strong> It is 3 times <code>that</code>" in shown
-    assert "Not in the box" not in shown
-    assert "Of our claims here 1 is true, 1 false. Of sentences quoted from others 0 hold, 0 do not, 1 not " in shown
-
-
-def test_the_box_says_what_the_results_of_the_page_decide(facts, df):
-    shown = box.told(facts)
-    standing = answers.verdict(SOFTMAX, df)
-    uses = answers.uses(verdicts.choices(SOFTMAX, df))
-    paid = standing.torch["paid"]
-    assert f">{standing.word}<small>{paid.range}, median {paid.middle}</small>" in shown
-    for way in ("torch", "torch.compile", "libraries", "ours"):
-        assert f"<span>{uses.loc[way, 'best']} of {uses.loc[way, 'points']}</span>" in shown
-    assert f"all {len(verdicts.choices(SOFTMAX, df))}</summary>" in shown
-    assert facts["gpu"] == "Test GPU"
-    assert facts["measured"] is True
-
-
-@pytest.fixture
-def an_old_page(monkeypatch):
-    """Page 302 as if it were in its old form."""
-    every = pages.pages()
-    about = dataclasses.replace(every["302"], title=RST.splitlines()[4], whom="those who reduce", before=("002", "101"))
-    monkeypatch.setattr(pages, "pages", lambda: {**every, "302": about})
-    monkeypatch.setattr(box.lessons, "of_lesson_api", lambda docname: "")
-
-
-def test_the_box_stands_under_the_title_and_says_what_to_have_read(monkeypatch, tmp_path, facts, an_old_page):
-    page = tmp_path / "auto_examples" / "plot_302_numpy_to_cuda.box.json"
-    page.parent.mkdir()
-    page.write_text(box.json.dumps(facts))
-    watched = []
-    env = types.SimpleNamespace(note_dependency=lambda file, docname: watched.append(file))
-    app = types.SimpleNamespace(srcdir=tmp_path, env=env, config=types.SimpleNamespace(fusebook_repository=""))
-    source = [RST]
-    box.insert(app, "auto_examples/plot_302_numpy_to_cuda", source)
-    _, after = source[0].split(f"{pages.pages()['302'].title}\n{'=' * len(pages.pages()['302'].title)}\n")
-    assert after.lstrip().startswith(".. container:: fb-box")
-    assert "Read before" not in after and "For whom" not in after
-    assert re.match(r"\.\. container:: fb-box\n\n   \*\*For\*\* those who .*\*\*Minutes:\*\* \d+\.\n", after.lstrip())
-    assert ":doc:`002 " in after
-    assert ":download:`notebook <plot_302_numpy_to_cuda.ipynb>`" in after
-    assert "Test GPU" in after
-    assert "Colab" not in after
-    assert str(page) in watched
-    other = [RST]
-    box.insert(app, "method", other)
-    assert other == [RST]
-
-
-def test_a_page_without_results_has_a_box_that_says_so(an_old_page):
-    about = pages.pages()["302"]
-    shown = box.rst(about, {}, "https://github.com/a/b")
-    assert "No results." in shown
-    assert "no results here" in shown
-    assert "https://colab.research.google.com/github/a/b/blob/gh-pages/notebooks/plot_302_numpy_to_cuda.ipynb" in shown
 
 
 # The pages

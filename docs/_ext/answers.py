@@ -22,7 +22,6 @@ __all__ = [
     "memory",
     "page_of",
     "shares",
-    "uses",
     "verdict",
     "verdicts",
 ]
@@ -217,23 +216,6 @@ _SOME = 2**20
 def verdicts(found):
     """What records, by operator, say about every one that has a variant of our own, in reading order."""
     return [verdict(op, found[op.name]) for op in ours(found)]
-
-
-def uses(table):
-    """When to use what, of the table of `fusebook.page.verdicts.choices`: how often each way is best, and where alone.
-
-    Indexed by `GROUPS` and ``ours``: at how many ``points`` it was timed, at how many it is ``best`` within 2 %, at how
-    many it is so ``alone``, and the ``smallest`` and the ``largest`` of these, empty where there is none.
-    """
-    rows = {}
-    columns = [*GROUPS, "ours"]
-    within = table[columns].le((1 + tables.WITHIN) * table[columns].min(axis=1), axis=0)
-    for name in columns:
-        best = within[name]
-        alone = [" ".join(at) for at in table.index[best & (within.sum(axis=1) == 1)]]
-        ends = (alone[0], alone[-1]) if alone else ("", "")
-        rows[name] = [int(table[name].notna().sum()), int(best.sum()), len(alone), *ends]
-    return pd.DataFrame.from_dict(rows, orient="index", columns=["points", "best", "alone", "smallest", "largest"])
 
 
 def shares(op, frame, kind="cold"):

@@ -149,7 +149,7 @@ def noises(tab):
 #: has no verdict.
 VERDICT = """() => {
   const box = document.querySelector(".fb-box");
-  const told = box && box.querySelector(".fb-verdict-line, .fb-box-headline, tbody tr, .fb-box-claims");
+  const told = box && box.querySelector(".fb-verdict-line");
   return box && (told ? told.getBoundingClientRect().bottom + scrollY : 0);
 }"""
 

@@ -21,9 +21,6 @@ MOST_BYTES = 1_000_000
 #: The kinds of <link> that a browser fetches by itself.
 FETCHED = {"stylesheet", "preload", "prefetch", "preconnect", "modulepreload", "dns-prefetch", "icon", "manifest"}
 
-#: What a page claims, and what the box under its title says of that.
-TOLD = {"fb-claim", "fb-target", "fb-statement", "fb-box-headline", "fb-box-claims"}
-
 #: Tags that lead nowhere and that nothing leads to: most of what a page of code or of numbers is written in.
 PLAIN = re.compile(r'</?(?:span|td|th|tr)(?: class="[\w ]*")?>')
 
@@ -39,36 +36,20 @@ class Page(html.parser.HTMLParser):
         self.ids = []
         self.links = []  # what a reader may follow
         self.loads = []  # what a browser fetches by itself
-        self.told = {}  # the text of elements of the classes in TOLD, by class, in order
         self.boxes = 0  # what stands under the title
-        self._taken = None
         self.feed(PLAIN.sub("", text))
         self.names = {"top", *self.ids}
 
     def handle_starttag(self, tag, attributes):
         """Keep the addresses and names of one element."""
         given = {name: value or "" for name, value in attributes}
-        classes = given.get("class", "").split()
-        self.boxes += "fb-box" in classes
-        if self._taken is None and (kept := TOLD & set(classes)):
-            self._taken = (tag, self.told.setdefault(kept.pop(), []), [])
+        self.boxes += "fb-box" in given.get("class", "").split()
         self.ids += [given[name] for name in ("id", "name") if given.get(name) and (name == "id" or tag == "a")]
         self.loads += [given[name] for name in ("src", "data", "poster") if name in given]
         self.loads += [part.split()[0] for part in given.get("srcset", "").split(",") if part.strip()]
         if "href" in given:
             fetched = tag == "link" and FETCHED & set(given.get("rel", "").split())
             (self.loads if fetched else self.links).append(given["href"])
-
-    def handle_data(self, data):
-        """Keep the text of what is kept."""
-        if self._taken:
-            self._taken[2].append(data)
-
-    def handle_endtag(self, tag):
-        """Such an element holds no other of its kind, so this is its end."""
-        if self._taken and tag == self._taken[0]:
-            self._taken[1].append(" ".join("".join(self._taken[2]).split()))
-            self._taken = None
 
 
 @dataclass
@@ -155,7 +136,7 @@ def repeated_ids(site):
 
 
 def boxes(site):
-    """Pages of the gallery without one box under the title, or with one that says what the page does not claim."""
+    """Pages of the gallery without one box under the title."""
     found = []
     for name, page in site.pages.items():
         stem = name.rpartition("/")[2]
@@ -163,24 +144,6 @@ def boxes(site):
             continue
         if page.boxes != 1:
             found.append(f"{name}: {page.boxes} boxes under the title, and a page has one")
-            continue
-        if f"evidence/{stem}" in site.pages:  # a lesson: its box counts nothing, and its claims are on that page
-            continue
-        claims, targets, statements = (page.told.get(f"fb-{kind}", []) for kind in ("claim", "target", "statement"))
-        for headline in page.told.get("fb-box-headline", []):
-            if not any(claim.startswith(headline) for claim in claims + targets):
-                found.append(f"{name}: the box says {headline!r}, which is no claim of the page")
-        said = " ".join(page.told.get("fb-box-claims", []))
-        for items, whose, yes, no in (
-            (claims, "Of our claims here", r"(?:is|are) true", "false"),
-            (targets, "Of our targets", r"(?:is|are) met", "missed"),
-            (statements, "Of sentences quoted from others", "holds?", "do(?:es)? not"),
-        ):
-            counted = re.search(rf"{whose} (\d+) {yes}, (\d+) {no}(?:, (\d+) not measured)?\.", said)
-            told = [int(count or 0) for count in counted.groups()] if counted else [0, 0, 0]
-            there = [sum(item[:1] in signs for item in items) for signs in ("✓●=", "✗○≠", "–")]
-            if told != there:
-                found.append(f"{name}: the box counts {told} {whose[3:]}, and the page has {there}")
     return found
 
 

@@ -19,7 +19,7 @@ import pages
 
 __all__ = [
     *("ABOVE", "Begin", "Cards", "Doors", "Picture", "RecordSize", "SourceLine", "Traffic", "Use", "Worth", "above"),
-    *("draw", "form", "found", "headline", "install", "of_kind", "setup", "sizes", "table", "uses", "word"),
+    *("draw", "form", "found", "headline", "install", "of_kind", "setup", "sizes", "table", "uses"),
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,11 +78,6 @@ def page_of(op):
     import answers
 
     return pages.pages()[f"{answers.page_of(op):03}"]
-
-
-def word(verdict):
-    """Whether to call it, and the library that is faster where one is."""
-    return verdict.word + (f"; {verdict.library} is faster" if verdict.library else "")
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 from sphinx_gallery.utils import get_md5sum
 
-import box
 import front
 import gallery_hooks
 import gallery_progress
@@ -154,7 +153,7 @@ def end_page(generated, around, root, name, names):
     notes.write_text(text)
     from fusebook.page import _place
 
-    box.keep(generated / f"{name}.box.json", name, _place.shown)
+    lessons.keep(generated / f"{name}.gains.json", name, _place.shown)
     _place.shown.clear()
     (generated / f"{name}.stamp").write_text(stamp(text, around, root))
 
@@ -503,7 +502,6 @@ def setup(app):
     app.connect("builder-inited", before_gallery, priority=100)  # the gallery runs at 500
     app.connect("builder-inited", after_gallery, priority=900)
     app.connect("source-read", without_noise)
-    app.connect("source-read", box.insert)
     app.connect("env-get-outdated", outdated)
     app.connect("env-updated", only_ours)
     app.connect("html-page-context", colab_link, priority=100)  # before the theme drops what would be empty

@@ -69,9 +69,16 @@ def gains(name, frames=None):
 
 def built(generated, name):
     """The same as of the last run of a page, which left them beside what was generated from it."""
-    box = generated / f"{name}.box.json"
-    found = json.loads(box.read_text(encoding="utf-8")).get("gains") if box.exists() else None
-    return found or gains(name)
+    kept = generated / f"{name}.gains.json"
+    return json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else gains(name)
+
+
+def keep(file, name, shown):
+    """Write down the gains that the run of a page has measured or replayed: `shown` is what the page remembered."""
+    if frames := shown.get("gains"):
+        file.write_text(json.dumps(gains(name, frames[-1])), encoding="utf-8")
+    else:
+        file.unlink(missing_ok=True)
 
 
 def fill(text, found):
@@ -92,7 +99,7 @@ def prepare(app, docname, source):
     if not (name := of_lesson_api(docname)):
         return
     generated = Path(app.srcdir) / "auto_examples"
-    app.env.note_dependency(str(generated / f"{name}.box.json"), docname=docname)
+    app.env.note_dependency(str(generated / f"{name}.gains.json"), docname=docname)
     text = fill(source[0], built(generated, name)) if lesson(docname) else source[0]
     for marker in left(text):
         logger.warning("%s: nothing fills %s", docname, marker)

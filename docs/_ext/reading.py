@@ -1,6 +1,6 @@
 """How pages are read: folds, addresses, sections, and what the search finds first.
 
-Code that nobody came for is folded. A claim, a table and a figure get an id made of their own words, so that it stays
+The code of exercises is folded. A claim, a table and a figure get an id made of their own words, so that it stays
 when numbers change, and a link to it, as headings have. The gallery has a heading for each section, and each page is
 called by its number. What a page is about, its tags, is in the index, where the search looks first. A word of the
 field leads to the glossary where a page first uses it.
@@ -16,12 +16,11 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
-import folding
 import front
 import lessons
 import pages
 
-__all__ = ["FoldCode", "Ids", "fold_code", "in_sections", "index_tags", "link_results", "link_words", "tags"]
+__all__ = ["FoldCode", "Ids", "in_sections", "index_tags", "link_results", "link_words", "tags"]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -50,23 +49,6 @@ class FoldCode(SphinxPostTransform):
         """Put each block of code into parts."""
         if lessons.of_lesson_api(self.env.docname):
             lessons.tidy_code(self.document)
-        elif self.env.docname.startswith("auto_examples/plot_"):
-            fold_code(self.document)
-
-
-def fold_code(doctree):
-    """Fold blocks of code, of those that sphinx-gallery wrote: their language has a capital letter."""
-    page = folding.Page()
-    for block in [b for b in doctree.findall(nodes.literal_block) if b.get("language") == "Python"]:
-        parts = []
-        for part in page.parts(block.astext()):
-            if part.bare:
-                continue
-            shown = block.copy()
-            shown.rawsource = part.text
-            shown += nodes.Text(part.text)
-            parts.append(fold("", shown, summary=part.summary) if part.summary else shown)
-        block.parent.remove(block) if not parts else block.replace_self(parts)
 
 
 class Ids:
