@@ -12,7 +12,7 @@ from fusebook.measure import bench, explore, record
 from fusebook.measure import machine as machines
 from fusebook.measure.bench import Origin
 from fusebook.measure.inputs import generator
-from fusebook.page import claims, downloads, provenance, say, table
+from fusebook.page import Claim, Claims, downloads, provenance, table
 from toy import machine, toy
 
 HOSTILE = "<script>alert('x')</script>\"&"
@@ -42,7 +42,7 @@ def test_names_are_escaped_in_html(frame):
         provenance(frame),
         table(frame.set_index("variant"), HOSTILE),
         table(frame[:0], HOSTILE),
-        claims(say("{x}", x=HOSTILE)),
+        Claims([Claim(HOSTILE, True)]),
     ]
     for one in shown:
         text = one._repr_html_()

@@ -15,7 +15,7 @@ from fusebook import tables
 from fusebook.cards import OPS
 from fusebook.cards.logistic_step import LOGISTIC_STEP
 from fusebook.cards.softmax import SOFTMAX
-from fusebook.page import _place, claim, claims, sortable, verdicts
+from fusebook.page import sortable, verdicts
 
 
 @pytest.fixture(scope="module")
@@ -164,13 +164,6 @@ def test_shares_of_the_roof_leave_out_what_memory_does_not_bind(df):
     bound = df[df["zone"].isin(["memory", "compute"])].drop_duplicates(["dtype", "M", "N"])
     assert 0 < len(part) == len(bound) < len(df.drop_duplicates(["dtype", "M", "N"]))
     assert (part["ours"] / part["other"]).median() == pytest.approx(1.02 / 1.01)
-
-
-def test_a_page_remembers_what_it_shows_for_the_site_only(monkeypatch):
-    monkeypatch.setattr(_place, "shown", {})
-    monkeypatch.delenv("_FUSEBOOK_DEPS", raising=False)
-    claims(claim("x", True))
-    assert _place.shown == {}
 
 
 # The pages

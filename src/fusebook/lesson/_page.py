@@ -402,7 +402,7 @@ class Page:
         found = [evidence.evaluate(claim, self.frames) for claim in self.about.CLAIMS if claim.lesson]
         if getattr(self.about, "UNRECORDED", False):
             found = [o for o in found if len(o.numbers)] or found
-        return _Findings([Claim(o.text, o.holds, False, kind=o.claim.kind, detail=o.shown) for o in found])._now()
+        return _Findings([Claim(o.text, o.holds, kind=o.claim.kind, detail=o.shown) for o in found])._now()
 
     @_or_banner
     def use(self) -> Shown:
