@@ -22,7 +22,6 @@ if os.environ.get("FUSEBOOK_RECORDS"):  # pages run in a folder of their own
 import numpydoc.xref  # noqa: E402
 
 import fusebook  # noqa: E402  before triton is imported: it decides whether kernels are interpreted
-import fusebook_site  # noqa: E402
 import gallery_hooks  # noqa: E402
 import inventories  # noqa: E402
 import sorting  # noqa: E402
@@ -139,21 +138,6 @@ copybutton_exclude = ".linenos, .gp, .go"
 # Gallery
 
 
-def install_line():
-    """What a downloaded notebook does where fusebook is missing: install this very commit, or say how."""
-    if not REPOSITORY:
-        return (
-            '    raise SystemExit("Install fusebook first: pip install PATH[book,ort], where PATH is a checkout of its '
-            'source.")'
-        )
-    return f'    %pip install --quiet "fusebook[book,ort] @ git+{REPOSITORY}@{fusebook_site.commit()}"'
-
-
-def repository_line():
-    """What tells a notebook where links lead."""
-    return f'os.environ.setdefault("FUSEBOOK_REPOSITORY", "{REPOSITORY}")\n' if REPOSITORY else ""
-
-
 def processes():
     """How many processes run pages at once: those that replay share the cores, and those that measure are alone."""
     from fusebook.page import _place
@@ -161,39 +145,6 @@ def processes():
     shared = not _place.live() and not os.environ.get("FUSEBOOK_RECORDS")
     return shared and min(4, len(os.sched_getaffinity(0)))
 
-
-FIRST_CELL = f"""\
-# What this notebook needs: fusebook {release}, and for times of its own a GPU of
-# compute capability 8.0 or later. Without one, on free Colab's T4 for instance,
-# kernels run in Triton's interpreter, and times are replayed from a record.
-%matplotlib inline
-import importlib.util
-import os
-import subprocess
-
-if importlib.util.find_spec("fusebook") is None:
-{install_line()}
-
-{repository_line()}asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-try:
-    found = subprocess.run(asked, capture_output=True, text=True).stdout.split()
-except OSError:
-    found = []
-if any(float(capability) < 8.0 for capability in found):
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
-    print("Triton no longer supports this GPU: kernels run in its interpreter, and times are replayed from a record.")
-elif not found:
-    print("No CUDA GPU: kernels run in Triton's interpreter, and times are replayed from a record.")
-
-import fusebook
-"""
-
-LAST_CELL = """\
-# What this ran on.
-import fusebook.page
-
-fusebook.page.environment()
-"""
 
 sphinx_gallery_conf = {
     "examples_dirs": ["../examples"],
@@ -219,7 +170,5 @@ sphinx_gallery_conf = {
     "min_reported_time": 1,
     "remove_config_comments": True,
     "show_signature": False,
-    "first_notebook_cell": FIRST_CELL,
-    "last_notebook_cell": LAST_CELL,
     "default_thumb_file": str(ROOT / "docs" / "_static" / "thumb.svg"),
 }
