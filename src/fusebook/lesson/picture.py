@@ -410,9 +410,10 @@ def partial_sums(rows: int, programs: int, row: str = "row", result: str = "dw")
 
 def bars(caption: str, values: Mapping[str, float], texts: Mapping[str, str], marked: Sequence[str] = ()) -> Shown:
     """A horizontal bar per name, with its text; those that are marked have the second colour."""
-    # A letter is about 6.6 wide.
+    # A letter is about 6.6 wide, and a digit 7.
     left, step, width = max(90.0, 14 + 6.6 * max(map(len, values))), 22.0, 300.0
-    scale = (width - left - 68) / max(values.values())
+    right = max(68.0, 10 + 7 * max(map(len, texts.values())))
+    scale = (width - left - right) / max(values.values())
     parts = []
     for i, (name, value) in enumerate(values.items()):
         y = 2 + i * step
