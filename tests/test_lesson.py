@@ -1053,12 +1053,13 @@ def test_what_no_step_of_a_lesson_shows_is_recorded_too(name, files, a_gpu, tmp_
 def test_an_operator_is_timed_in_each_use(a_gpu, monkeypatch):
     about = evidence.load("plot_401_operator")
     monkeypatch.setattr(about, "SHAPES", ((4, 8), (6, 9)))
-    monkeypatch.setattr(torch.library, "custom_op", lambda name, function, **_: function)
+    monkeypatch.setattr(timing, "host", lambda calls, **_: dict.fromkeys(calls))  # each takes too long for it
     frame = about.timed(dict.fromkeys(about.STEPS, fusebook.silu)).set_index(["shape", "step"])
     small, large = frame.loc["4x8"], frame.loc["6x9"]
     assert {*about.STEPS, "no batch rule", "torch", "fusebook"} == {*small.index} == {*large.index}
     assert frame["correct"].all() and frame["end_to_end_us"].notna().all()
     assert small.loc[["operator", "torch", "fusebook"], ["gradient_us", "vmap_us"]].notna().all(axis=None)
+    assert small.loc["no batch rule", "vmap_us"] > 0
     assert large[["gradient_us", "vmap_us"]].isna().all(axis=None) and small.isna().loc["function", "vmap_us"]
 
 
