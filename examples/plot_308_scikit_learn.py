@@ -225,7 +225,8 @@ page.findings()
 
 # %%
 # With 16 coordinates some of the first centres are in one cluster, and the
-# paths part. So compare the time of an iteration as well as that of a run.
+# paths part. So compare the time of an iteration as well as that of a run. In
+# the table, the library also checks the points, and finds labels and inertia.
 
 loops = {"loop": kmeans_loop, "ahead": kmeans_ahead}
 page.steps(eager=kmeans_eager, **loops)
