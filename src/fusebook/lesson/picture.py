@@ -598,7 +598,7 @@ def words() -> Shown:
 def meeting() -> Shown:
     """Two GPUs that write their parts, meet, read each other's part, and meet again."""
     left, width, height = 70.0, (_WIDTH - 80) / 5, 24.0
-    stages = ("write own part", "raise a flag", "read all parts", "raise a flag", "write next part")
+    stages = ("write part", "raise flag", "read all", "raise flag", "write next")
     parts = []
     for gpu in range(2):
         y = 10 + gpu * 62
