@@ -105,8 +105,8 @@ def divide(out_ptr, old_ptr, total, j, a, inside, D):
 # A rank stores its sums to all others, and then raises a flag there: the
 # number of the iteration. *Release* means that the flag arrives after all
 # stores before it. A rank that has read its flags with *acquire* also sees
-# what was stored before them. A sum and its flag share a word of two halves
-# in ``memory``: [sender, turn, K, D + 1, 2].
+# what was stored before them. ``memory`` is [sender, turn, K, D + 1, 2]: each
+# sum has a place for its bits, and next to it one for a flag.
 
 
 @triton.jit
