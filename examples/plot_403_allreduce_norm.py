@@ -12,9 +12,9 @@ You will learn
 - how programs on different GPUs wait for each other,
 - how two buffers save a barrier, and which test notices that it is missing.
 
-Prerequisites: :doc:`plot_002_measuring`, :doc:`plot_104_norms`,
-:doc:`plot_402_two_gpus`. No GPU is needed: without one, kernels run in
-Triton's interpreter, and times come from a record.
+Prerequisites: :doc:`plot_002_measuring`, :doc:`plot_402_two_gpus`. No GPU is
+needed: without one, kernels run in Triton's interpreter, and times come from
+a record.
 """
 
 import functools
@@ -68,8 +68,9 @@ def reduce_eager(x, residual, weight, eps=1e-6):
 # Step 1: one norm {gain norm at M=64, N=4096}
 # --------------------------------------------
 #
-# First we fuse what follows the all-reduce. A program takes rows in turn. It
-# adds any number of parts: here there is one, the sum of NCCL.
+# First we fuse what follows the all-reduce, as in :doc:`plot_104_norms`. A
+# program takes rows in turn. It adds any number of parts: here there is one,
+# the sum of NCCL.
 
 
 @triton.jit
