@@ -37,12 +37,9 @@ page.verdict()
 #    y_i = \frac{e^{x_i - m}}{\sum_j e^{x_j - m}}, \qquad m = \max_j x_j
 #
 # The maximum is subtracted so that no exponential overflows. In float32 that
-# of 89 does.
-#
-# *Eager* PyTorch runs each operation when it is called. Each line below is one
-# kernel, a function that runs on the GPU: it reads its inputs from memory and
-# writes its output back. The comments count elements. PyTorch's own kernel
-# for all of it, ``torch.softmax``, is *torch* in the box.
+# of 89 does. *Eager* PyTorch runs each operation when it is called. Each line
+# below is one kernel, a function that runs on the GPU: it reads its inputs
+# from memory and writes its output back. The comments count elements.
 
 
 def softmax_eager(x):
@@ -56,11 +53,11 @@ def softmax_eager(x):
 page.traffic(eager=softmax_eager, fused=2)
 
 # %%
-# A *fused* kernel reads the input once, keeps what is in between in
+# A *fused* kernel reads the input once, keeps intermediate values in
 # :term:`registers <register>`, and writes the result once. While memory reads
 # and writes one float32 element, an H200 can execute about 55 instructions,
-# and an H100 about 80, by their data sheets. Softmax needs five operations for
-# it, so memory should decide: **we predict 4x.**
+# and an H100 about 80, by their data sheets. Softmax needs five operations, so
+# memory should decide: **we predict 4x.**
 
 # %%
 # .. _softmax-one-row:
@@ -103,12 +100,12 @@ def softmax_one_row(x, num_warps=4):
 
 
 # %%
-# ``one_row[(M,)](...)`` launches M programs. A ``tl.constexpr`` is a constant
-# of the compiled kernel, which is compiled once for each value. We check it on
-# difficult rows, made by ``page.stress``. A third is ``randn``, a third has
-# three values that are 20 times larger, and a third is shifted by 100. The
-# error is relative to the result in float64. Its unit *eps* is the distance
-# from 1 to the next number of the dtype.
+# ``one_row[(M,)](...)`` launches M programs. A ``tl.constexpr`` is a constant:
+# a kernel is compiled once for each value. We check it on difficult rows, made
+# by ``page.stress``. A third is ``randn``, a third has three values that are
+# 20 times larger, and a third is shifted by 100. The error is relative to the
+# result in float64. Its unit *eps* is the distance from 1 to the next number
+# of the dtype.
 
 x = page.stress(1823, 781)
 page.check(softmax_one_row, x)
@@ -117,8 +114,7 @@ page.check(softmax_one_row, x)
 # ``num_warps=4`` gives each program 4 warps of 32 threads. A row of 12672
 # columns is padded to 16384, so each thread holds 128 values in registers. A
 # :term:`multiprocessor` runs up to 16 such programs at once, but has registers
-# for two of these. While both compute, nothing is loaded. The findings below
-# include step 1 with 16 warps.
+# for two of these. While both compute, nothing is loaded.
 
 # %%
 # .. _softmax-rows:
@@ -127,11 +123,11 @@ page.check(softmax_one_row, x)
 # -----------------------------------------------------
 #
 # With 256 columns, each of a program's 128 threads has two elements. To
-# combine their maxima, 128 threads exchange values in 7 steps, and for the sum
-# in 7 more. A narrow row takes as many as a wide one. So step 1 executes some
-# fifty instructions per element, about as many as an H200 has time for. Here a
-# program owns several rows. A thread has 32 elements, and executes half as
-# many instructions for each. Comments mark changes.
+# combine their maxima, the threads exchange values in 7 steps, and for the sum
+# in 7 more, however narrow the row. So step 1 executes some fifty instructions
+# per element, about as many as an H200 has time for. Here a program owns
+# several rows, and a thread 32 elements, with half as many instructions for
+# each. Comments mark changes.
 
 page.picture.tile(rows=3, columns=12, block=16, per=2)
 
@@ -178,12 +174,12 @@ page.picture.chunks(columns=12672, block=16384, chunk=1024)
 # - *Chunks* have less padding: a thread holds 104 values instead of 128. The
 #   compiler unrolls ``tl.static_range``, so all chunks stay in registers.
 # - *One division* per row, whose result multiplies each element. A division
-#   takes several instructions, a multiplication one.
+#   takes several instructions.
 # - ``tl.exp2`` is one instruction. ``tl.exp`` uses it too, but adds more for
 #   results below 1e-38, which ``tl.exp2`` makes zero.
 #
-# In the machine code each change saves a seventh to a fifth of step 1's
-# instructions. Together they save half; we have not timed them one by one.
+# Each change saves a seventh to a fifth of step 1's instructions, all three
+# half. We have not timed each.
 
 
 @triton.jit
@@ -255,8 +251,8 @@ def forgetful(x):
 page.catches(forgetful, randn=torch.randn(64, 781), stress=x)
 
 # %%
-# Therefore every check of this page uses stress inputs. The next one adds
-# small, odd and wide rows, bfloat16 and float16, and rows of special values.
+# All checks here use stress inputs. The next one adds small, odd and wide
+# rows, other dtypes and special values.
 
 page.check_all(softmax_one_row, softmax_rows, softmax_chunks, special=True)
 
@@ -266,15 +262,14 @@ page.check_all(softmax_one_row, softmax_rows, softmax_chunks, special=True)
 #
 # *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
 # (*cold L2*). The figure divides the least traffic, 2MN elements, by the GPU
-# time. The *roofline* is the bandwidth of large copies: a kernel can hardly
-# move its bytes faster. *A copy* is ``y.copy_(x)`` of the same matrix.
+# time. The *roofline* is the bandwidth of the largest copies. *A copy* is
+# ``y.copy_(x)`` of the same matrix.
 
 page.plot("bandwidth", over="N")
 
 # %%
-# The table compares the steps, with a copy as 100 %. Its matrices have more
-# rows than those of the figure, and its times are from another run than those
-# of the box.
+# The table has the steps, with a copy as 100 %. It has more rows than the
+# figure, and is another run than the box.
 
 steps = {"one_row": softmax_one_row, "rows": softmax_rows}
 page.steps(eager=softmax_eager, **steps, chunks=softmax_chunks)
@@ -283,12 +278,12 @@ page.steps(eager=softmax_eager, **steps, chunks=softmax_chunks)
 # - At 256 columns, three quarters of step 3's chunk are padding.
 # - At 781 columns, rows do not begin at multiples of 16 bytes, so each load
 #   fetches one element. In bfloat16, half the bytes need as many instructions,
-#   and these decide the time. The library gives such a row to one warp, whose
-#   threads exchange values in fewer steps.
+#   which decide the time. The library gives such rows to single warps, which
+#   exchange values in fewer steps.
 # - From 4096 columns on, step 2 also has one row per program. At 12672 it is
 #   faster than step 1, which takes as many registers. We do not know why.
-# - Eager's subtraction and division broadcast a value per row. PyTorch's
-#   kernel for that loads single elements, of 2 bytes in bfloat16.
+# - Eager's subtraction and division broadcast a value per row. Their kernel
+#   loads single elements.
 
 page.findings()
 

@@ -240,11 +240,11 @@ gradient.check(gradient_atomic, x, dy, weight)
 # ------------------------------------------------------
 #
 # In step 4, all programs add to the same N elements. The L2 cache executes the
-# additions to an element one by one, so programs wait. Their order changes
-# from call to call, and with it the last bits of ``dw``. Here a few hundred
-# programs share the rows: program *p* of *P* owns rows p, p + P, p + 2P and so
-# on. It sums its part of ``dw`` in registers, and writes it once. A second
-# kernel adds the P parts in a fixed order.
+# additions to an element one by one, so programs wait. The order of additions
+# changes from call to call, and with it the last bits of ``dw``. Here a few
+# hundred programs share the rows: program *p* of *P* owns rows p, p + P, p +
+# 2P and so on. It sums its part of ``dw`` in registers, and writes it once. A
+# second kernel adds the P parts in a fixed order.
 
 page.picture.partial_sums(rows=6, programs=3)
 

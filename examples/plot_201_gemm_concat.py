@@ -52,9 +52,8 @@ page.picture.bars(caption, share, percent)
 
 # %%
 # A matmul's work grows with the cube of n, and the copy with the square. So
-# the copy's share of the time falls as n grows. The numbers are upper bounds,
-# since small matrices stay in the GPU's :term:`L2 cache`, from which a copy
-# reads faster than from memory.
+# the copy's share of the time falls as n grows. These are upper bounds: a copy
+# reads small matrices faster, from the GPU's :term:`L2 cache`.
 #
 # No kernel yet: write into views
 # -------------------------------
@@ -165,13 +164,12 @@ def large_tiles(x, w0, w1):
 page.check(large_tiles, *given)
 
 # %%
-# How large may a tile be? Its sum has to fit into registers: 128 x 256 numbers
-# of float32 are 128 KiB, half of what a :term:`multiprocessor` has. And there
-# should be a tile for each multiprocessor. At n = 1024 the output has 64 such
-# tiles, so half of a GPU with 132 multiprocessors has nothing to do.
-#
-# Good tiles are found by trying them: ``triton.autotune`` times a list of
-# sizes at the first call of each shape. The library has a table instead.
+# A tile's sum has to fit into registers: 128 x 256 numbers of float32 are 128
+# KiB, half of what a :term:`multiprocessor` has. And there should be a tile
+# for each multiprocessor. At n = 1024 the output has 64 such tiles, so half of
+# a GPU with 132 multiprocessors has nothing to do. Good tiles are found by
+# trying them: ``triton.autotune`` times a list of sizes at the first call of
+# each shape. The library has a table instead.
 
 # %%
 # .. _concat-grouped:
@@ -275,9 +273,8 @@ page.plot("packed", over="N")
 # two, and *packed* one. A small matmul takes less time than its launch.
 #
 # The table has the rate of the steps in TFLOP/s, or 10 to the 12 operations
-# per second. *Warm* is a call among many in a row. At n = 4096 such calls draw
-# all the power that an H100 may use. So it lowers its clock, and calls are
-# slower.
+# per second. *Warm* is a call among many in a row. At n = 4096 these draw all
+# the power that an H100 may use, so it lowers its clock.
 
 steps = {"small": small_tiles, "large": large_tiles, "grouped": in_groups}
 page.steps(eager=two_and_cat, **steps)

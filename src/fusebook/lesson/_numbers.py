@@ -272,7 +272,7 @@ def _pace(ratios: pd.Series, sizes: str, other: str) -> str:
     ratio, lost = float(ratios.median()), int((ratios > 1 + tables.WITHIN).sum())
     word = f"{times(1 / ratio)} faster than" if ratio < 1 else f"{times(ratio)} slower than"
     word = "as fast as" if abs(ratio - 1) <= tables.WITHIN else word
-    worst = f"{lost} of them, {times(ratios.max())} at worst" if lost else "none of them"
+    worst = f"{lost} of them, {times(ratios.max())} at worst" if lost else "none"
     return f"In the median of {sizes}, Fusebook is {word} {other}. It is slower at {worst}."
 
 
@@ -334,7 +334,7 @@ def verdict(
         names = _libraries(op, frame, timed=True)
         some = f"the {len(libraries)} {many} that {said(names, 'or')} takes"
         fastest = f"{'' if len(names) < 2 else 'the faster of ' if len(names) == 2 else 'the fastest of '}{said(names)}"
-        text += " " + _pace(libraries, f"the same {many}" if len(libraries) == len(torchs) else some, fastest)
+        text += " " + _pace(libraries, "these" if len(libraries) == len(torchs) else some, fastest)
     lines.append(f"{text} Times within 2 % count as equal.")
     first = next(name for name in op.variants if frame["variant"].eq(name).any())
     lines.append(f"**Memory.** {_memory_of(op, frame, 'fusebook')} {_memory_of(op, frame, first)}")
