@@ -44,18 +44,7 @@ WAITING = {
     "plot_103_scatter_nd": {"sorted-gain"},
     "plot_302_numpy_to_cuda": {"kernel-gain", "steps-correct"},
     "plot_202_swiglu": {"stacked-gain", "few-gain"},
-    "plot_402_two_gpus": {
-        *("two-jobs-queued", "switch-add", "switch-alone", "two-jobs-threads", "two-jobs-graphs", "jobs-processes"),
-        *("weak-plane-4", "words-over-flag"),
-    },
-    "plot_403_allreduce_norm": {
-        *("norm-gain", "twice-gain", "once-gain", "library-once", "late-steps", "pays-more"),
-        *("nccl-memory", "nccl-behind", "nccl-behind-parts"),
-    },
-    "plot_204_descriptors": {
-        *("descriptors-gain", "persistent-gain", "dependent-gain", "steps-correct", "no-spills", "views-reached"),
-        "library-best-step",
-    },
+    "plot_402_two_gpus": {"two-jobs-queued", "switch-add", "switch-alone", "two-jobs-threads", "two-jobs-graphs"},
 }
 
 

@@ -23,8 +23,6 @@ with extra("book"):
     import pandas as pd
 
 PAGE = _products.ProductsPage
-#: No GPU has timed the steps of this page yet: a strict build shows that, too.
-UNRECORDED = True
 OPERATORS = ("concat_gemm",)
 EXAMPLE = {"M": 4096, "K": 4096, "N": 4096, "weights": "two", "dtype": "bfloat16"}
 WORDS = "{M} x {K} with two weights of {K} x {N} in {dtype}"
