@@ -98,6 +98,18 @@ def test_every_claim_is_evaluated_on_the_record(name, replayed):
         assert bool(found.worst) == bool(claim.condition)
 
 
+def test_a_claim_on_rows_of_another_gpu_than_its_lessons_says_so(replayed, monkeypatch):
+    about = evidence.load("plot_402_two_gpus")
+    claim = next(c for c in about.CLAIMS if c.id == "two-jobs-large")
+    own = evidence.evaluate(claim, Frames(about)).text
+    monkeypatch.setattr(machines, "places", lambda page="": [machines.RECORDS / s for s in ("another", "nvidia-h200")])
+    assert evidence.evaluate(claim, Frames(about)).text == own.removesuffix(" Measured on NVIDIA H200.") + (
+        " Measured on NVIDIA H200."
+    )
+    monkeypatch.setattr(machines, "places", lambda page="": [machines.RECORDS / "nvidia-h200"])
+    assert "Measured on" not in evidence.evaluate(claim, Frames(about)).text
+
+
 @pytest.mark.parametrize("name", LESSONS)
 def test_sentences_of_the_evidence_are_plain(name, replayed):
     about = evidence.load(name)

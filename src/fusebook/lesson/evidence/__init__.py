@@ -152,19 +152,23 @@ class Frames(Mapping[str, Any]):
     about : module
         The lesson's evidence.
     replay : bool
-        Whether records answer for what this run has not measured. Rows of two GPUs are never mixed.
+        Whether records answer for what this run has not measured. A frame has the rows of one GPU.
     """
 
     def __init__(self, about: ModuleType, replay: bool = True) -> None:
         self.about, self.replay = about, replay
         self.known: dict[str, pd.DataFrame] = {}
+        self.elsewhere: set[str] = set()  # other GPUs than the lesson's, of frames read since this was emptied
+        self.number = getattr(about, "NUMBER", about.__name__.rpartition("plot_")[2][:3])
 
     def __getitem__(self, name: str) -> pd.DataFrame:
         if name not in self.known:
             if not self.replay:
                 raise NotRecorded(f"{name} was not measured in this run")
-            number = getattr(self.about, "NUMBER", self.about.__name__.rpartition("plot_")[2][:3])
-            self.known[name] = self.about.FRAMES[name].read(number)
+            self.known[name] = self.about.FRAMES[name].read(self.number)
+        found = getattr(self.known[name].attrs.get("origin"), "machine", None)
+        if self.replay and found and found.slug != machine.places(self.number)[0].name:
+            self.elsewhere.add(found.name)
         return self.known[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -322,6 +326,8 @@ def evaluate(claim: Claim, frames: Frames) -> Outcome:
     ValueError
         For a condition that is not a comparison with a number.
     """
+    elsewhere: set[str] = getattr(frames, "elsewhere", set())  # any mapping has rows, and may not know their GPU
+    elsewhere.clear()
     try:
         values = claim.values(frames).dropna().astype(float)
         more = dict(claim.numbers(frames)) if claim.numbers else {}
@@ -343,6 +349,8 @@ def evaluate(claim: Claim, frames: Frames) -> Outcome:
     text = _Fields().format(claim.text, count=len(values), good=int(good.sum()), **more)
     if "(not measured)" in text:  # a sentence that lacks a number is neither true nor false
         good, worst = pd.Series(dtype=bool), ""
+    elif elsewhere:
+        text += f" Measured on {' and '.join(sorted(elsewhere))}."
     return Outcome(claim, text, values, good, worst)
 
 
