@@ -140,7 +140,7 @@ copybutton_exclude = ".linenos, .gp, .go"
 
 def processes():
     """How many processes run pages at once: those that replay share the cores, and those that measure are alone."""
-    from fusebook.page import _place
+    from fusebook.lesson import _place
 
     shared = not _place.live() and not os.environ.get("FUSEBOOK_RECORDS")
     return shared and min(4, len(os.sched_getaffinity(0)))

@@ -21,9 +21,9 @@ import memcheck
 import promised
 import trials
 import warm
+from fusebook.lesson import _place
 from fusebook.measure import compiled as compiled_module
 from fusebook.measure import machine
-from fusebook.page import _place
 
 interpreting.hasten()
 memcheck.guard()

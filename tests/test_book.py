@@ -11,14 +11,12 @@ import pytest
 import fusebook
 import style
 import synthetic
-from fusebook import page
 from fusebook.cards import OPS, _calls
 from fusebook.cards.softmax import SOFTMAX
-from fusebook.lesson import _book, evidence
+from fusebook.lesson import _book, _place, _results, _verdicts, evidence
 from fusebook.lesson.evidence import history
 from fusebook.measure import bench, explore, record
 from fusebook.measure import machine as machines
-from fusebook.page import _place, verdicts
 from test_pages import EXAMPLES, run_page
 from toy import machine
 
@@ -92,9 +90,9 @@ def test_records_of_ones_own_are_shown_before_the_packages(recorded, tmp_path, m
         if file.stem != "softmax":
             file.unlink()
     monkeypatch.setenv("FUSEBOOK_RECORDS", str(own.parent))
-    assert set(page.explored()) == {"softmax"}
+    assert set(_results.explored()) == {"softmax"}
     shutil.rmtree(own / "explored")
-    assert len(page.explored()) > 1
+    assert len(_results.explored()) > 1
 
 
 # Look up
@@ -141,7 +139,7 @@ def test_look_up_counts_results_and_says_what_to_take(found):
 def test_every_implementation_that_a_reader_chooses_from_has_a_call():
     for operator, calls in _calls._CALLS.items():
         for name in OPS[operator].variants:
-            assert _calls.call(OPS[operator], name) or not verdicts.group(OPS[operator], name), (operator, name)
+            assert _calls.call(OPS[operator], name) or not _verdicts.group(OPS[operator], name), (operator, name)
         for name in re.findall(r"fusebook\.(\w+)", " ".join(calls.values())):
             assert hasattr(fusebook, name), name
 

@@ -4,8 +4,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from fusebook.lesson import _draw
 from fusebook.measure.op import Cost
-from fusebook.page import draw
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -28,14 +28,14 @@ def widths(drawing):
 
 
 def test_bytes_are_as_long_as_they_are_many():
-    drawing = draw.traffic("Traffic", {"eager": Cost(5_000_000, 3_000_000, 0), "fused": Cost(1_000_000, 1_000_000, 0)})
+    drawing = _draw.traffic("Traffic", {"eager": Cost(5_000_000, 3_000_000, 0), "fused": Cost(1_000_000, 1_000_000, 0)})
     read, write, least, _ = widths(drawing)
     assert (read / write, read / least) == (pytest.approx(5 / 3, rel=1e-2), pytest.approx(5, rel=1e-2))
     assert told(drawing) == "eager reads 5 MB, writes 3 MB; fused reads 1 MB, writes 1 MB."
 
 
 def test_every_update_reaches_its_row_or_none():
-    drawing = draw.owners("Owners", [3, -1, 3, 1], 5)
+    drawing = _draw.owners("Owners", [3, -1, 3, 1], 5)
     assert len(parts(drawing, "line")) == 3
     assert "row 3 is u0 + u2" in told(drawing) and "row 0 is zeros" in told(drawing)
     assert told(drawing).endswith("masked, and nowhere: update 1.")
@@ -43,21 +43,21 @@ def test_every_update_reaches_its_row_or_none():
 
 def test_lanes_are_told_in_their_order_and_waiting_is_drawn_empty():
     spans = {"one": [(0, 4, "works"), (4, 5, "waits")], "two": [(2, 6, "adds <up>")]}
-    drawing = draw.lanes("Lanes", spans, [("one", 4, "two", 5)])
+    drawing = _draw.lanes("Lanes", spans, [("one", 4, "two", 5)])
     assert told(drawing) == "one: works, then waits; two: adds <up>; an arrow from one to two."
     assert [box.get("fill") == "none" for box in parts(drawing, "rect")] == [False, True, False]
     assert repr(drawing).startswith("Lanes\n")
     with pytest.raises(KeyError, match="three"):
-        draw.lanes("Lanes", spans, [("one", 4, "three", 5)])
+        _draw.lanes("Lanes", spans, [("one", 4, "three", 5)])
 
 
 def test_no_word_leaves_its_drawing():
     costs = {"an operation a line": Cost(12_885_000_000, 8_590_000_000, 0)}
     spans = {"second product": [(0, 4, "multiplies"), (4, 5, "waits")]}
     made = (
-        draw.traffic("", costs),
-        draw.lanes("", spans),
-        draw.owners("", [0, 1, 2, 0, 0], 3),
+        _draw.traffic("", costs),
+        _draw.lanes("", spans),
+        _draw.owners("", [0, 1, 2, 0, 0], 3),
     )
     for drawing in made:  # a wide sans serif of 12 pixels
         right = float(ElementTree.fromstring(drawing._repr_html_())[0].get("viewBox").split()[2])

@@ -15,11 +15,12 @@ import torch
 import strategies
 from fusebook import plots
 from fusebook.cards import OPS, _draws
+from fusebook.lesson import _place
+from fusebook.lesson._results import NoResults, options
+from fusebook.lesson._results import explored as explored_by_a_page
 from fusebook.measure import bench, check, explore, inputs, record, timing
 from fusebook.measure import machine as machines
 from fusebook.measure.op import Variant
-from fusebook.page import NoResults, _place, options
-from fusebook.page import explored as explored_by_a_page
 from toy import machine, toy, variant
 
 MANY = 1500
@@ -396,7 +397,7 @@ def test_every_operator_of_fusebook_can_be_explored():
 def recorded(op, gpu, tmp_path, monkeypatch):
     """Three problems of the toy on a made-up GPU, as a page finds them."""
     monkeypatch.setattr(machines, "RECORDS", tmp_path)
-    monkeypatch.setattr(sys.modules["fusebook.page.results"], "OPS", {"toy": op})
+    monkeypatch.setattr(sys.modules["fusebook.lesson._results"], "OPS", {"toy": op})
     monkeypatch.setenv("FUSEBOOK_GPU", "test-gpu")
     monkeypatch.setattr(_place, "live", lambda: False)
     machines.save(machine(), tmp_path / "test-gpu" / "machine.json")

@@ -15,8 +15,8 @@ import gpus
 import on_gpus
 from fusebook.cards import OPS
 from fusebook.kernels import _call
+from fusebook.lesson import _show
 from fusebook.measure import machine, record
-from fusebook.page import show
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -122,8 +122,8 @@ def test_the_newest_versions_are_those_that_are_tested():
 
 def test_a_page_says_which_version_is_newer():
     newest = machine.NEWEST["triton"]
-    assert show._once(["torch 2.11.0; triton 3.6.0"]).endswith(f"triton 3.6.0 (the newest is {newest})")
-    assert show._once([f"triton {newest}.1", "triton 3.6.0", "quack 0.1"]) == f"triton {newest}.1 and 3.6.0; quack 0.1"
+    assert _show._once(["torch 2.11.0; triton 3.6.0"]).endswith(f"triton 3.6.0 (the newest is {newest})")
+    assert _show._once([f"triton {newest}.1", "triton 3.6.0", "quack 0.1"]) == f"triton {newest}.1 and 3.6.0; quack 0.1"
 
 
 def test_an_amd_gpu_has_no_capability_of_nvidias(monkeypatch):

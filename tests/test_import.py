@@ -91,7 +91,7 @@ MISSING = [
     ("fusebook.tables", "pandas", "book"),
     ("fusebook.plots", "matplotlib", "book"),
     ("fusebook.measure.record", "pandas", "book"),
-    ("fusebook.page", "pandas", "book"),
+    ("fusebook.lesson", "pandas", "book"),
     ("plot_102_softmax.py", "pandas", "book"),
     ("plot_501_onnxruntime.py", "onnx", "ort"),
 ]

@@ -22,11 +22,10 @@ import fusebook.lesson as lesson
 import style
 import synthetic
 from fusebook.cards import OPS
-from fusebook.lesson import _decode, _memory, _numbers, _products, _weights, evidence, picture
+from fusebook.lesson import _decode, _memory, _numbers, _place, _products, _weights, evidence, picture
 from fusebook.lesson.evidence import Claim, Frames, NotRecorded, history
 from fusebook.measure import bench, sources, timing
 from fusebook.measure import machine as machines
-from fusebook.page import _place
 from toy import machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -973,7 +972,7 @@ def test_sizes_and_steps_of_the_evidence_make_a_record_stale(page, monkeypatch):
 def test_a_page_that_is_run_for_its_counters_launches_its_steps_alone(a_gpu, monkeypatch):
     monkeypatch.setenv("_FUSEBOOK_COUNT", "softmax_counters")
     monkeypatch.setattr(signal, "alarm", lambda seconds: None)
-    monkeypatch.setattr(sys.modules["fusebook.page.counters"], "_run", lambda steps: counted.extend(steps))
+    monkeypatch.setattr(sys.modules["fusebook.lesson._counters"], "_run", lambda steps: counted.extend(steps))
     monkeypatch.setattr(bench, "run", None)
     counted = []
     with pytest.raises(SystemExit) as ended:

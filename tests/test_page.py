@@ -17,14 +17,14 @@ import triton
 
 import synthetic
 import warm
-from fusebook import page, plots, tables
+from fusebook import plots, tables
 from fusebook.cards.softmax import SOFTMAX
 from fusebook.kernels.adamw import _chunk, adamw_step_eager
 from fusebook.kernels.softmax import softmax, softmax_eager
+from fusebook.lesson import _claims, _counters, _place, _results, _show
+from fusebook.lesson._counters import COUNTERS, _counted
 from fusebook.measure import bench, record
 from fusebook.measure import machine as machines
-from fusebook.page import _place, show
-from fusebook.page.counters import COUNTERS, _counted
 from toy import machine, toy, variant
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,7 +59,7 @@ def parse(monkeypatch, *argv):
     monkeypatch.delitem(sys.modules, "pytest")  # a script is what no test runs
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "plot_x.py", raising=False)  # and what is a file
     monkeypatch.setattr(sys, "argv", ["plot_x.py", *argv])
-    return page.study(SOFTMAX, config="triton", dtype="float32")
+    return _results.study(SOFTMAX, config="triton", dtype="float32")
 
 
 def test_arguments_have_defaults(monkeypatch):
@@ -106,7 +106,7 @@ def test_the_command_line_of_somebody_else_is_not_read(monkeypatch, place):
 
 
 def test_results_are_replayed_for_the_config_and_dtype_asked_for(recorded):
-    frame = page.results(SOFTMAX, config="large", dtype="bfloat16")
+    frame = _results.results(SOFTMAX, config="large", dtype="bfloat16")
     assert set(frame["config"]) == {"large"}
     assert set(frame["dtype"]) == {"bfloat16"}
     assert frame.attrs["origin"].measured is False
@@ -116,18 +116,18 @@ def test_results_are_replayed_for_the_config_and_dtype_asked_for(recorded):
 
 
 def test_a_size_is_replayed_from_whatever_config_has_it(recorded):
-    frame = page.results(SOFTMAX, config="65536x781,4096x1280")
+    frame = _results.results(SOFTMAX, config="65536x781,4096x1280")
     assert list(frame["N"].drop_duplicates()) == [781, 1280]
 
 
 def test_results_may_be_of_fewer_variants(recorded):
-    frame = page.results(SOFTMAX, config="large", variants=("eager", "fusebook"))
+    frame = _results.results(SOFTMAX, config="large", variants=("eager", "fusebook"))
     assert set(frame["variant"]) == {"eager", "fusebook"}
 
 
 def test_without_gpu_and_record_one_sentence_names_the_command():
-    with pytest.raises(page.NoResults) as stop:
-        page.results(SOFTMAX, config="large", dtype="float16")
+    with pytest.raises(_results.NoResults) as stop:
+        _results.results(SOFTMAX, config="large", dtype="float16")
     assert str(stop.value) == (
         "There is no CUDA GPU here and no record of softmax on nvidia-h200 to replay: run "
         "`python -m fusebook.measure.record softmax --config large --dtype float16` on a machine with a GPU."
@@ -136,19 +136,19 @@ def test_without_gpu_and_record_one_sentence_names_the_command():
 
 
 def test_the_record_of_a_card_that_only_a_page_knows_is_made_with_the_pages():
-    with pytest.raises(page.NoResults, match="no record of toy on nvidia-h200 to replay: run `nox -s record` on"):
-        page.results(toy(), config="small")
+    with pytest.raises(_results.NoResults, match="no record of toy on nvidia-h200 to replay: run `nox -s record` on"):
+        _results.results(toy(), config="small")
 
 
 def test_a_config_that_was_not_recorded_is_missed(recorded):
-    with pytest.raises(page.NoResults, match="no record of softmax for llama in float32 on nvidia-h200"):
-        page.results(SOFTMAX, config="large,llama")
+    with pytest.raises(_results.NoResults, match="no record of softmax for llama in float32 on nvidia-h200"):
+        _results.results(SOFTMAX, config="large,llama")
 
 
 def test_a_script_without_results_exits_with_code_1_and_no_traceback(tmp_path):
     script = tmp_path / "plot_1.py"
     script.write_text(
-        "from fusebook.page import results\n"
+        "from fusebook.lesson._results import results\n"
         "from fusebook.cards.softmax import SOFTMAX\n"
         "results(SOFTMAX, config='3x5')\n"
     )
@@ -164,12 +164,12 @@ def test_where_there_is_a_gpu_results_are_measured_and_recorded_on_request(monke
     asked = {}
     monkeypatch.setattr(_place, "live", lambda: True)
     monkeypatch.setattr(bench, "run", lambda op, **given: asked.update(given) or frame)
-    assert page.results(SOFTMAX, config="large", live="small", repeat=7) is frame
+    assert _results.results(SOFTMAX, config="large", live="small", repeat=7) is frame
     assert asked["config"] == "small"
     assert asked["repeat"] == 7
     assert not (tmp_path / "out").exists()
     monkeypatch.setenv("_FUSEBOOK_RECORD", str(tmp_path / "out"))
-    page.results(SOFTMAX, config="large", live="small")
+    _results.results(SOFTMAX, config="large", live="small")
     assert asked["config"] == "large"
     assert (tmp_path / "out" / "test-gpu" / "softmax.csv").exists()
 
@@ -195,20 +195,20 @@ def test_on_a_gpu_that_triton_no_longer_supports_results_are_replayed(monkeypatc
 def test_a_changed_wrapper_makes_its_results_stale():
     op = toy()
     record.write(synthetic.frame(op, "small", on=machine(slug="nvidia-h200")), machines.RECORDS)
-    assert page.results(op, config="small").attrs["origin"].stale == ()
-    frame = page.results(toy(honest=variant(lambda x: 2 * x)), config="small")
+    assert _results.results(op, config="small").attrs["origin"].stale == ()
+    frame = _results.results(toy(honest=variant(lambda x: 2 * x)), config="small")
     assert frame.attrs["origin"].stale == ("toy was measured before the code changed (at commit 0123456789ab)",)
-    assert "toy was measured before the code changed (at commit 0123456789ab)" in page.provenance(frame)._repr_html_()
-    assert "STALE: toy was measured before the code changed" in repr(page.provenance(frame))
+    assert "toy was measured before the code changed (at commit 0123456789ab)" in _show.provenance(frame)._repr_html_()
+    assert "STALE: toy was measured before the code changed" in repr(_show.provenance(frame))
 
 
 def test_records_are_all_of_a_gpu(recorded):
-    assert list(page.records()) == ["softmax"]
+    assert list(_results.records()) == ["softmax"]
 
 
 def test_without_any_record_there_are_no_results():
-    with pytest.raises(page.NoResults, match="nox -s record"):
-        page.records()
+    with pytest.raises(_results.NoResults, match="nox -s record"):
+        _results.records()
 
 
 # measured
@@ -227,37 +227,37 @@ def test_what_a_page_measures_is_recorded_and_replayed(monkeypatch, tmp_path):
     monkeypatch.setattr(_place, "live", lambda: True)
     monkeypatch.setattr(machines, "here", lambda: on)
     monkeypatch.setenv("_FUSEBOOK_RECORD", str(machines.RECORDS))
-    live = page.measured("drift", drift)
+    live = _results.measured("drift", drift)
     assert live.attrs["origin"].measured is True
     monkeypatch.setattr(_place, "live", lambda: False)
-    replayed = page.measured("drift", drift)
+    replayed = _results.measured("drift", drift)
     pd.testing.assert_frame_equal(live, replayed, check_dtype=False)
     assert replayed.attrs["origin"].measured is False
     assert replayed.attrs["origin"].stale == ()
     assert replayed.attrs["origin"].machine.name == "Made-up GPU"
     why = "drift was measured before the code changed (at commit 0123456789ab)"
-    assert page.measured("drift", other).attrs["origin"].stale == (why,)
+    assert _results.measured("drift", other).attrs["origin"].stale == (why,)
 
 
 def test_what_needs_no_gpu_is_measured_where_it_can_be(monkeypatch):
     monkeypatch.setattr(_place, "live", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert page.measured("drift", drift, live=True).attrs["origin"].measured is True
+    assert _results.measured("drift", drift, live=True).attrs["origin"].measured is True
     for gpu in (False, True):  # what cannot be run here is replayed, whatever GPU there is
         monkeypatch.setattr(_place, "live", lambda gpu=gpu: gpu)
-        with pytest.raises(page.NoResults, match="no record of drift"):
-            page.measured("drift", drift, live=False)
+        with pytest.raises(_results.NoResults, match="no record of drift"):
+            _results.measured("drift", drift, live=False)
 
 
 def test_what_is_long_is_shown_on_demand():
-    shown = page.Folded("What was <generated>", page.Listing("x = 1\ny = 2"))
+    shown = _show.Folded("What was <generated>", _show.Listing("x = 1\ny = 2"))
     assert "<summary>What was &lt;generated&gt;</summary>" in shown._repr_html_()
     assert "x = 1" in shown._repr_html_() and repr(shown) == "What was <generated>\nx = 1\ny = 2"
 
 
 def test_what_a_page_measures_is_missed_by_name():
-    with pytest.raises(page.NoResults, match="no record of drift on nvidia-h200"):
-        page.measured("drift", drift)
+    with pytest.raises(_results.NoResults, match="no record of drift on nvidia-h200"):
+        _results.measured("drift", drift)
 
 
 # Provenance and downloads
@@ -265,8 +265,8 @@ def test_what_a_page_measures_is_missed_by_name():
 
 def test_provenance_says_where_results_come_from(recorded, monkeypatch, tmp_path):
     monkeypatch.setenv("_FUSEBOOK_DOWNLOADS", str(tmp_path / "downloads"))
-    frame = page.results(SOFTMAX, config="small")
-    text = page.provenance(frame)._repr_html_()
+    frame = _results.results(SOFTMAX, config="small")
+    text = _show.provenance(frame)._repr_html_()
     for fact in ("Replayed from the record of", "Made-up GPU", "driver 1.0", "CUDA 13.0", "2000-01-01", "0123456789ab"):
         assert fact in text
     assert 'href="downloads/nvidia-h200-softmax.csv"' in text
@@ -276,13 +276,13 @@ def test_provenance_says_where_results_come_from(recorded, monkeypatch, tmp_path
 
 def test_provenance_refuses_a_frame_that_has_lost_its_origin():
     with pytest.raises(ValueError, match=r"expected what results\(\) or measured\(\) returned"):
-        page.provenance(pd.DataFrame({"a": [1]}))
+        _show.provenance(pd.DataFrame({"a": [1]}))
 
 
 def test_downloads_are_a_csv_and_a_real_spreadsheet(recorded, tmp_path):
     openpyxl = pytest.importorskip("openpyxl")
-    frame = page.results(SOFTMAX, config="small")
-    shown = page.downloads(frame, "softmax")
+    frame = _results.results(SOFTMAX, config="small")
+    shown = _show.downloads(frame, "softmax")
     assert zipfile.is_zipfile("build/downloads/softmax.xlsx")
     sheet = openpyxl.load_workbook("build/downloads/softmax.xlsx").active
     assert sheet.max_row == len(frame) + 1
@@ -294,10 +294,10 @@ def test_downloads_are_a_csv_and_a_real_spreadsheet(recorded, tmp_path):
 def test_a_script_keeps_its_figure(monkeypatch):
     frame = pd.DataFrame({"t": [1.0, 2.0]}, index=pd.Index([1, 2], name="N"))
     ax = plots.lines(frame, title="t", ylabel="s")
-    page.downloads(frame, "figure", ax)
+    _show.downloads(frame, "figure", ax)
     assert not Path("build/downloads/figure.png").exists()
     monkeypatch.setattr(_place, "script", lambda: True)
-    page.downloads(frame, "figure", ax)
+    _show.downloads(frame, "figure", ax)
     assert Path("build/downloads/figure.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -306,10 +306,10 @@ def test_a_page_of_a_checkout_writes_into_its_build_folder(tmp_path):
     (tmp_path / "examples").mkdir()
     for name in ("GALLERY_HEADER.rst", "plot_1.py"):
         (tmp_path / "examples" / name).write_text(
-            "import fusebook\nimport pandas as pd\nfrom fusebook import page\n"
-            "page.downloads(pd.DataFrame({'t': [1.0]}), 't')\n"
+            "import fusebook\nimport pandas as pd\nfrom fusebook.lesson import _show\n"
+            "_show.downloads(pd.DataFrame({'t': [1.0]}), 't')\n"
         )
-    path = os.pathsep.join([str(Path(page.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(_place.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     env = {k: v for k, v in os.environ.items() if k != "_FUSEBOOK_DOWNLOADS"} | {"PYTHONPATH": path}
     for script in ("plot_1.py", str(tmp_path / "examples" / "plot_1.py")):
         done = warm.run(script, cwd=tmp_path / "examples", env=env)
@@ -320,7 +320,7 @@ def test_a_page_of_a_checkout_writes_into_its_build_folder(tmp_path):
 
 
 def test_downloads_keep_what_the_index_says():
-    page.downloads(pd.DataFrame({"t": [1.0]}, index=pd.Index([781], name="N")), "t")
+    _show.downloads(pd.DataFrame({"t": [1.0]}, index=pd.Index([781], name="N")), "t")
     assert Path("build/downloads/t.csv").read_text() == "N,t\n781,1.0\n"
 
 
@@ -328,8 +328,8 @@ def test_downloads_keep_what_the_index_says():
 
 
 def test_what_is_shown_is_escaped_and_backticks_are_code():
-    assert show.rich("a < b: `x & y`") == "a &lt; b: <code>x &amp; y</code>"
-    shown = page.table(pd.DataFrame({"<n>": ["<b>"]}), "<caption>")._repr_html_()
+    assert _show.rich("a < b: `x & y`") == "a &lt; b: <code>x &amp; y</code>"
+    shown = _show.table(pd.DataFrame({"<n>": ["<b>"]}), "<caption>")._repr_html_()
     assert "<b>" not in shown
     assert "<n>" not in shown
     assert "<caption>" in shown.replace("&lt;caption&gt;", "")
@@ -337,27 +337,27 @@ def test_what_is_shown_is_escaped_and_backticks_are_code():
 
 def test_a_long_table_is_folded_and_a_short_one_is_not():
     long = pd.DataFrame({"a": range(50)})
-    assert page.table(long, "c")._repr_html_().startswith("<details")
-    assert "<details" not in page.table(long, "c", fold=False)._repr_html_()
-    assert "<details" not in page.table(long[:5], "c")._repr_html_()
+    assert _show.table(long, "c")._repr_html_().startswith("<details")
+    assert "<details" not in _show.table(long, "c", fold=False)._repr_html_()
+    assert "<details" not in _show.table(long[:5], "c")._repr_html_()
 
 
 def test_a_table_without_rows_says_so():
     nothing = pd.DataFrame({"a": []})
-    assert repr(page.table(nothing, "Points lost")) == "Points lost: none."
-    assert "Points lost: none." in page.table(nothing, "Points lost")._repr_html_()
+    assert repr(_show.table(nothing, "Points lost")) == "Points lost: none."
+    assert "Points lost: none." in _show.table(nothing, "Points lost")._repr_html_()
 
 
 def test_a_table_of_losses_that_nobody_measured_does_not_say_none():
     df = synthetic.frame(toy(fusebook=variant(lambda x: x + x)), "small")
-    assert repr(page.table(tables.losses(df), "Lost")) == "Lost: none."
-    old = page.table(tables.losses(df.drop(columns="launch_us"), kind="paid"), "Lost")
+    assert repr(_show.table(tables.losses(df), "Lost")) == "Lost: none."
+    old = _show.table(tables.losses(df.drop(columns="launch_us"), kind="paid"), "Lost")
     assert repr(old) == "Lost: not measured." and "Lost: not measured." in old._repr_html_()
 
 
 def test_a_table_can_be_reached_and_read_without_a_mouse():
     frame = pd.DataFrame({"t": [1.0]}, index=pd.Index([781], name="N"))
-    text = page.table(frame, "times")._repr_html_()
+    text = _show.table(frame, "times")._repr_html_()
     for part in ('tabindex="0"', 'aria-label="times"', '<th scope="row">781</th>', '<th scope="col">t</th>'):
         assert part in text
 
@@ -366,26 +366,27 @@ def test_a_table_can_be_reached_and_read_without_a_mouse():
 
 
 def test_a_claim_tells_its_verdict_without_colour():
-    shown = page.Claims([page.Claim("a", True), page.Claim("b", False, detail="at c"), page.Claim("d", None)])
+    made = [_claims.Claim("a", True), _claims.Claim("b", False, detail="at c"), _claims.Claim("d", None)]
+    shown = _claims.Claims(made)
     assert repr(shown) == "✓ true: a\n✗ false: b (at c)\n– not measured: d"
     assert 'aria-label="false">✗</span>' in shown._repr_html_()
 
 
 def test_statements_of_others_targets_and_exercises_are_counted_apart():
     kinds = ["claim", "claim", "claim", "statement", "target"]
-    shown = page.Claims([page.Claim(str(n), n < 2, kind) for n, kind in enumerate(kinds)])
+    shown = _claims.Claims([_claims.Claim(str(n), n < 2, kind) for n, kind in enumerate(kinds)])
     counted = "Claims: 2 true, 1 false. Targets: 1 missed. Statements of others: 1 does not hold."
     assert repr(shown).splitlines()[-1] == counted
     text = shown._repr_html_()
     assert text.count('class="fb-claim fb-true"') == 2 and text.count('class="fb-statement fb-false"') == 1
-    assert "Claims:" not in repr(page.Claims(shown.items[:2]))
-    right = page.exercise("f", lambda x: softmax(x), lambda x: torch.softmax(x, -1), CASES)
+    assert "Claims:" not in repr(_claims.Claims(shown.items[:2]))
+    right = _claims.exercise("f", lambda x: softmax(x), lambda x: torch.softmax(x, -1), CASES)
     assert 'class="fb-exercise fb-true"' in right._repr_html_()
 
 
 def test_in_a_script_what_a_block_ends_in_is_printed(monkeypatch, capsys):
     monkeypatch.setattr(_place, "script", lambda: True)
-    page.Claims([page.Claim("a", True)])._now()
+    _claims.Claims([_claims.Claim("a", True)])._now()
     assert capsys.readouterr().out == "✓ true: a\n\n"
 
 
@@ -406,30 +407,30 @@ def test_a_page_notes_what_it_reads(monkeypatch, recorded, tmp_path):
         notes.unlink()
         return lines
 
-    page.results(SOFTMAX, config="large")
+    _results.results(SOFTMAX, config="large")
     assert noted() == {"softmax.csv", "machine.json"}
-    page.records()
+    _results.records()
     assert noted() == {"nvidia-h200", "softmax.csv", "machine.json"}
-    with pytest.raises(page.NoResults):
-        page.measured("not_yet", lambda: None, live=False)
+    with pytest.raises(_results.NoResults):
+        _results.measured("not_yet", lambda: None, live=False)
     assert noted() == {"not_yet.csv"}
-    page.Source(softmax_eager)
+    _show.Source(softmax_eager)
     assert noted() == {"softmax.py"}
-    page.solution("solutions/plot_1.py")
+    _show.solution("solutions/plot_1.py")
     assert noted() == {"plot_1.py"}
     rows = drift()
     rows.attrs["origin"] = bench.Origin(machine(slug="nvidia-h200"), measured=True)
     record.write(rows, machines.RECORDS, "pages/drift")
-    page.measured("drift", drift)
+    _results.measured("drift", drift)
     assert noted() == {"drift.csv", "machine.json"}
 
 
 def test_source_shows_functions_kernels_and_operators():
-    text = repr(page.Source(softmax_eager, kernel))
+    text = repr(_show.Source(softmax_eager, kernel))
     assert "top = x.amax(-1, keepdim=True)  # read MN, write M" in text
     assert "@triton.jit\ndef kernel(y_ptr" in text
     operator = torch.library.custom_op("fusebook_tests::twice", mutates_args=())(twice)
-    assert "return 2 * x" in repr(page.Source(operator))
+    assert "return 2 * x" in repr(_show.Source(operator))
 
 
 def twice(x: torch.Tensor) -> torch.Tensor:
@@ -438,15 +439,15 @@ def twice(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_source_leaves_docstrings_out_on_request():
-    assert '"""' in repr(page.Source(twice))
-    assert repr(page.Source(twice, doc=False)).splitlines()[1:] == [
+    assert '"""' in repr(_show.Source(twice))
+    assert repr(_show.Source(twice, doc=False)).splitlines()[1:] == [
         "def twice(x: torch.Tensor) -> torch.Tensor:",
         "    return 2 * x",
     ]
 
 
 def test_source_is_highlighted_and_escaped():
-    text = page.Source(twice)._repr_html_()
+    text = _show.Source(twice)._repr_html_()
     assert 'class="highlight-python notranslate"' in text
     assert '<span class="k">def</span>' in text
     assert "-&gt;" in text
@@ -454,15 +455,15 @@ def test_source_is_highlighted_and_escaped():
 
 def test_a_listing_keeps_its_lines_and_is_highlighted_on_request():
     text = "if (i < n)\n    y[i] = 2;"
-    assert "if (i &lt; n)\n" in page.Listing(text)._repr_html_()
-    coloured = page.Listing(text, "cuda")._repr_html_()
+    assert "if (i &lt; n)\n" in _show.Listing(text)._repr_html_()
+    coloured = _show.Listing(text, "cuda")._repr_html_()
     assert '<span class="k">if</span>' in coloured and "i &lt; n" not in coloured
-    assert repr(page.Listing(text, "cuda")) == text
+    assert repr(_show.Listing(text, "cuda")) == text
 
 
 def test_source_refuses_what_has_none():
     with pytest.raises(TypeError, match="expected a function, a Triton kernel or a custom operator, got 3"):
-        page.Source(3)
+        _show.Source(3)
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -470,8 +471,10 @@ CASES = [(torch.tensor([[1.0, second, 3.0]], device=DEVICE),) for second in (2.0
 
 
 def test_an_exercise_is_answered_by_the_check_of_the_library():
-    assert repr(page.exercise("right", lambda x: softmax(x), lambda x: torch.softmax(x, -1), CASES)) == "☑ done: right"
-    shown = page.exercise("no maximum", lambda x: x.exp() / x.exp().sum(-1), lambda x: torch.softmax(x, -1), CASES)
+    assert (
+        repr(_claims.exercise("right", lambda x: softmax(x), lambda x: torch.softmax(x, -1), CASES)) == "☑ done: right"
+    )
+    shown = _claims.exercise("no maximum", lambda x: x.exp() / x.exp().sum(-1), lambda x: torch.softmax(x, -1), CASES)
     assert repr(shown).startswith("☐ to do: no maximum (on 1x3 float32: error inf")
 
 
@@ -481,7 +484,7 @@ def test_an_exercise_that_raises_is_answered_too(monkeypatch):
     def broken(x):
         raise NotImplementedError("yours to write")
 
-    shown = page.exercise("broken", broken, lambda x: torch.softmax(x, -1), CASES)
+    shown = _claims.exercise("broken", broken, lambda x: torch.softmax(x, -1), CASES)
     assert repr(shown) == "☐ to do: broken (NotImplementedError on 1x3 float32: yours to write)"
 
 
@@ -490,14 +493,14 @@ def test_a_solution_is_offered_for_download(monkeypatch, tmp_path):
     source.parent.mkdir()
     source.write_text("pass\n")
     monkeypatch.setenv("_FUSEBOOK_DOWNLOADS", str(tmp_path / "downloads"))
-    shown = page.solution("solutions/plot_1.py")
+    shown = _show.solution("solutions/plot_1.py")
     assert 'href="downloads/plot_1.py"' in shown._repr_html_()
     assert (tmp_path / "downloads" / "plot_1.py").read_text() == "pass\n"
 
 
 def test_results_of_a_card_that_this_library_does_not_have_are_missed():
-    with pytest.raises(page.NoResults, match="no record of toy"):
-        page.results(toy(), config="small")
+    with pytest.raises(_results.NoResults, match="no record of toy"):
+        _results.results(toy(), config="small")
 
 
 def test_a_table_puts_numbers_right_and_text_left_and_the_best_in_bold(recorded):
@@ -505,33 +508,33 @@ def test_a_table_puts_numbers_right_and_text_left_and_the_best_in_bold(recorded)
         {"torch": [2.0, 1.0], "ours": [1.0, 3.0], "note": ["a", "b"]}, index=pd.Index([1, 2], name="N")
     )
     frame.attrs["best"] = "least in a row"
-    shown = page.table(frame, "t")._repr_html_()
+    shown = _show.table(frame, "t")._repr_html_()
     assert '<tr><th scope="row">1</th> <td>2</td> <td><strong>1</strong></td> <td class="fb-text">a</td></tr>' in shown
     assert '<td><strong>1</strong></td> <td>3</td> <td class="fb-text">b</td>' in shown
     assert '<th scope="col">torch</th>' in shown and '<th scope="col" class="fb-text">note</th>' in shown
     words = re.sub("<[^>]*>", "", shown)
     assert "2 1 a" in words and "torch\nours\nnote" in words, "who reads the text alone tells cells apart"
-    assert "<strong>" not in page.table(frame.assign(ours=frame["torch"]).iloc[:, :1], "one way")._repr_html_()
+    assert "<strong>" not in _show.table(frame.assign(ours=frame["torch"]).iloc[:, :1], "one way")._repr_html_()
     frame.attrs["best"] = {"torch": "least"}
-    shown = page.table(frame, "s")._repr_html_()
+    shown = _show.table(frame, "s")._repr_html_()
     assert shown.count("<strong>") == 1 and "the best in bold" in shown
 
 
 def test_a_head_without_a_name_is_no_head():
-    shown = page.table(pd.DataFrame({"a": [1]}, index=["x"]), "t")._repr_html_()
+    shown = _show.table(pd.DataFrame({"a": [1]}, index=["x"]), "t")._repr_html_()
     assert "<thead><tr><td></td>" in shown and "></th>" not in shown
 
 
 def test_a_notebook_leaves_no_files(monkeypatch):
     pytest.importorskip("openpyxl")
     monkeypatch.setattr(_place, "notebook", lambda: True)
-    shown = page.downloads(pd.DataFrame({"t": [1.0]}), "t")
+    shown = _show.downloads(pd.DataFrame({"t": [1.0]}), "t")
     assert not list(Path().rglob("t.*"))
     assert 'href="data:text/csv;base64,dAoxLjAK"' in shown._repr_html_() and "t.xlsx" in repr(shown)
 
 
 def test_a_page_ends_with_what_it_ran_on():
-    told = repr(page.environment())
+    told = repr(_show.environment())
     assert f"torch {torch.__version__}" in told and "fusebook" in told and "Python" in told
 
 
@@ -545,18 +548,18 @@ def test_lines_of_code_are_counted_without_what_says_nothing_to_the_machine():
 
         return x + 1
 
-    assert page.lines_of(documented) == 2
-    assert page.lines_of(documented, documented) == 4
+    assert _show.lines_of(documented) == 2
+    assert _show.lines_of(documented, documented) == 4
 
 
 def test_the_lines_behind_a_kernel_are_those_of_its_own_modules():
     def lines(name):
-        return show._lines(ast.parse(inspect.getsource(sys.modules[f"fusebook.kernels.{name}"])))
+        return _show._lines(ast.parse(inspect.getsource(sys.modules[f"fusebook.kernels.{name}"])))
 
-    one = page.lines_behind(adamw_step_eager)  # its module imports nothing but what launches
-    assert one == page.lines_behind(_chunk) == lines("adamw") > 100  # interpreted, a kernel is an object of Triton's
+    one = _show.lines_behind(adamw_step_eager)  # its module imports nothing but what launches
+    assert one == _show.lines_behind(_chunk) == lines("adamw") > 100  # interpreted, a kernel is an object of Triton's
     family = ("softmax", "_rows")
-    assert page.lines_behind(softmax_eager, softmax_eager) == sum(map(lines, family))
+    assert _show.lines_behind(softmax_eager, softmax_eager) == sum(map(lines, family))
 
 
 NCU = """==PROF== Connected to process 1
@@ -599,14 +602,14 @@ def test_where_nsight_compute_fails_the_page_goes_on_without(monkeypatch):
 
     monkeypatch.setattr(shutil, "which", lambda name: name)
     monkeypatch.setattr(_place, "script", lambda: True)
-    monkeypatch.setitem(page.counters.__globals__, "measured", refused)
+    monkeypatch.setitem(_counters.counters.__globals__, "measured", refused)
     late = subprocess.TimeoutExpired(["ncu"], 60.0)
     monkeypatch.setattr(subprocess, "run", Mock(side_effect=late))
     with pytest.warns(UserWarning, match="timed out after 60"):
-        seen = page.counters("name", lambda: {"no step": print})
+        seen = _counters.counters("name", lambda: {"no step": print})
     assert tried == [None, False] and seen["step"].tolist() == ["recorded"]
 
 
 def test_without_counters_and_a_record_the_table_says_so():
-    seen = page.counters("nobody_counted_this", dict)
-    assert repr(page.table(seen.set_index("step"), "Counters")) == "Counters: not measured."
+    seen = _counters.counters("nobody_counted_this", dict)
+    assert repr(_show.table(seen.set_index("step"), "Counters")) == "Counters: not measured."

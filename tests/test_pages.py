@@ -19,11 +19,11 @@ import compiling
 import synthetic
 import warm
 from fusebook.cards import OPS
-from fusebook.lesson import evidence
+from fusebook.lesson import _place, evidence
+from fusebook.lesson._claims import Claim, Claims
+from fusebook.lesson._results import NoResults
 from fusebook.measure import bench, record
 from fusebook.measure import machine as machines
-from fusebook.page import NoResults, _place
-from fusebook.page.claims import Claim, Claims
 from toy import machine
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

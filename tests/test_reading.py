@@ -92,7 +92,7 @@ def test_each_kernel_has_its_page_and_the_harness_has_none(tmp_path):
     assert reference.pages_of("fusebook.softmax", tmp_path) == ["102"]
     assert reference.pages_of("fusebook.exp", tmp_path) == ["101"]
     assert reference.pages_of("fusebook.embedding_backward", tmp_path) == ["103"]
-    assert reference.pages_of("fusebook.page.Claim", tmp_path) == []
+    assert reference.pages_of("fusebook.lesson.Page", tmp_path) == []
 
 
 HEADER = """# /// script

@@ -13,9 +13,9 @@ import pytest
 import record_pages
 import synthetic
 from fusebook.cards.elementwise import EXP, SILU
+from fusebook.lesson._results import measured, results
 from fusebook.measure import bench, record, timing
 from fusebook.measure import machine as machines
-from fusebook.page import measured, results
 from record_pages import GPU, Queue
 from toy import machine
 
@@ -278,7 +278,7 @@ def test_clocks_that_are_not_asked_for_are_not_taken():
 def gpu(tmp_path, monkeypatch):
     """A pretended GPU whose record is in the package, and what its clocks were asked for."""
     asked = []
-    monkeypatch.setattr("fusebook.page._place.live", lambda: True)
+    monkeypatch.setattr("fusebook.lesson._place.live", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(machines, "RECORDS", tmp_path / "package")
     monkeypatch.setattr(machines, "here", lambda: machine())
@@ -314,7 +314,7 @@ def is_stale(monkeypatch, tmp_path, ask):
     note = tmp_path / "stale"
     note.unlink(missing_ok=True)
     with monkeypatch.context() as replaying:
-        replaying.setattr("fusebook.page._place.live", lambda: False)
+        replaying.setattr("fusebook.lesson._place.live", lambda: False)
         replaying.setenv("FUSEBOOK_GPU", "test-gpu")
         replaying.setenv("_FUSEBOOK_STALE", str(note))
         ask()

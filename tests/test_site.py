@@ -28,7 +28,8 @@ import promised
 import readme
 import warm
 from fusebook.cards import OPS
-from fusebook.page import NoResults, _place
+from fusebook.lesson import _place
+from fusebook.lesson._results import NoResults
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -40,7 +41,7 @@ Nothing here
 # %%
 # The results
 # -----------
-from fusebook.page import NoResults
+from fusebook.lesson._results import NoResults
 
 def results():
     raise NoResults("No GPU and no record: run `python -m fusebook.measure.record toy`.")

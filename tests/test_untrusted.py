@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from fusebook import tables
+from fusebook.lesson._claims import Claim, Claims
+from fusebook.lesson._show import downloads, provenance, table
 from fusebook.measure import bench, explore, record
 from fusebook.measure import machine as machines
 from fusebook.measure.bench import Origin
 from fusebook.measure.inputs import generator
-from fusebook.page import Claim, Claims, downloads, provenance, table
 from toy import machine, toy
 
 HOSTILE = "<script>alert('x')</script>\"&"

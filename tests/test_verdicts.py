@@ -15,7 +15,8 @@ from fusebook import tables
 from fusebook.cards import OPS
 from fusebook.cards.logistic_step import LOGISTIC_STEP
 from fusebook.cards.softmax import SOFTMAX
-from fusebook.page import sortable, verdicts
+from fusebook.lesson import _verdicts
+from fusebook.lesson._show import sortable
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def scaled(df, variant, factor, where=None):
 
 
 def test_variants_belong_to_what_a_reader_chooses_from():
-    told = {name: verdicts.group(SOFTMAX, name) for name in SOFTMAX.variants}
+    told = {name: _verdicts.group(SOFTMAX, name) for name in SOFTMAX.variants}
     assert told == {
         "eager": "torch",
         "torch": "torch",
@@ -42,19 +43,19 @@ def test_variants_belong_to_what_a_reader_chooses_from():
         "Liger": "libraries",
         "quack": "libraries",
     }
-    assert verdicts.group(SOFTMAX, "torch (as installed)") == "torch"
-    assert verdicts.group(SOFTMAX, "fusebook, checked") == ""
-    assert verdicts.group(SOFTMAX, "gone") == ""
-    assert verdicts.group(LOGISTIC_STEP, "NumPy") == ""  # on the CPU
-    assert verdicts.group(OPS["exp"], "CUDA C") == ""  # a kernel that a page wrote
-    assert verdicts.group(LOGISTIC_STEP, "reduce-overhead") == "torch.compile"
+    assert _verdicts.group(SOFTMAX, "torch (as installed)") == "torch"
+    assert _verdicts.group(SOFTMAX, "fusebook, checked") == ""
+    assert _verdicts.group(SOFTMAX, "gone") == ""
+    assert _verdicts.group(LOGISTIC_STEP, "NumPy") == ""  # on the CPU
+    assert _verdicts.group(OPS["exp"], "CUDA C") == ""  # a kernel that a page wrote
+    assert _verdicts.group(LOGISTIC_STEP, "reduce-overhead") == "torch.compile"
 
 
 def test_every_variant_of_every_card_belongs_somewhere():
     for op in OPS.values():
         for name, way in op.variants.items():
             elsewhere = name.startswith("fusebook") or way.on_cpu or "cupy" in way.needs
-            assert verdicts.group(op, name) or elsewhere, (op.name, name)
+            assert _verdicts.group(op, name) or elsewhere, (op.name, name)
 
 
 def test_the_device_and_the_caller_are_asked_apart(df):
@@ -143,20 +144,20 @@ def test_other_arithmetic_is_no_rival(df):
 
 def test_choices_name_every_way_within_two_percent(df):
     large = df[df["config"] == "large"]
-    table = verdicts.choices(SOFTMAX, large)
+    table = _verdicts.choices(SOFTMAX, large)
     assert set(table["best"]) == {"fusebook"}
     assert table.loc[("131072x1024", "float32"), "take"] == "quack, ours"  # 1.02 against 1.01
     assert table.loc[("65536x781", "float32"), "take"] == "ours"  # which quack refuses
-    even = verdicts.choices(SOFTMAX, scaled(large, "torch", 1.01 / 1.3))
+    even = _verdicts.choices(SOFTMAX, scaled(large, "torch", 1.01 / 1.3))
     assert even.loc[("65536x781", "float32"), "take"] == "torch, ours"
-    small = verdicts.choices(SOFTMAX, df[df["config"] == "small"])
+    small = _verdicts.choices(SOFTMAX, df[df["config"] == "small"])
     assert set(small["take"]) == {"torch"}  # whose host is the quickest
 
 
 def test_nobody_wins_unopposed_by_a_clock_that_ours_has_no_time_of(df):
     unclocked = df.copy()
     unclocked.loc[df["variant"].eq("fusebook"), "launch_us"] = float("nan")
-    assert verdicts.choices(SOFTMAX, unclocked).empty and len(verdicts.choices(SOFTMAX, unclocked, "cold"))
+    assert _verdicts.choices(SOFTMAX, unclocked).empty and len(_verdicts.choices(SOFTMAX, unclocked, "cold"))
 
 
 def test_shares_of_the_roof_leave_out_what_memory_does_not_bind(df):

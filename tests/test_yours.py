@@ -15,9 +15,9 @@ import synthetic
 import warm
 from fusebook.cards import OPS
 from fusebook.cards.elementwise import EXP
+from fusebook.lesson._results import NoResults, results
 from fusebook.measure import bench, compare, record, timing
 from fusebook.measure import machine as machines
-from fusebook.page import NoResults, results
 from toy import machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -296,7 +296,8 @@ A page of two GPUs.
 
 from fusebook import plots, tables
 from fusebook.cards.elementwise import EXP
-from fusebook.page import downloads, results, table
+from fusebook.lesson._show import downloads, table
+from fusebook.lesson._results import results
 
 df = results(EXP, config="large")
 table(tables.times(df), "Cold")

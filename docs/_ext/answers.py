@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import pandas as pd
 
 from fusebook import cards, tables
+from fusebook.lesson._verdicts import GROUPS, compared, ours
 from fusebook.measure.op import Op
-from fusebook.page.verdicts import GROUPS, compared, ours
 
 __all__ = [
     "CLOCKS",

@@ -35,7 +35,7 @@ def outcome_block(found):
     """A claim with its verdict, condition, scope, worst point, address and rows."""
     import pandas as pd
 
-    from fusebook.page.show import rich, table
+    from fusebook.lesson._show import rich, table
 
     claim = found.claim
     state = "fb-open" if found.holds is None else "fb-true" if found.holds else "fb-false"
@@ -75,18 +75,18 @@ def outcomes(about, frames, kind):
 def by_size(op, frame):
     """Which implementation to take at each size, by two clocks."""
     from fusebook import tables
-    from fusebook.page import show, verdicts
+    from fusebook.lesson import _show, _verdicts
 
     if "fusebook" not in op.variants:  # whole graphs are compared, of which several have kernels of Fusebook
         clocks = {"cold": "GPU time", "call": "latency"}
-        shown = (show.table(tables.times(frame, k), f"Microseconds of {c}", fold=False) for k, c in clocks.items())
+        shown = (_show.table(tables.times(frame, k), f"Microseconds of {c}", fold=False) for k, c in clocks.items())
         return "\n".join(table._repr_html_() for table in shown)
     parts = []
     for kind, clock in (("cold", "GPU time"), ("paid", "end-to-end time")):
-        table = verdicts.choices(op, frame, kind).reset_index().rename(columns={"ours": "Fusebook"})
+        table = _verdicts.choices(op, frame, kind).reset_index().rename(columns={"ours": "Fusebook"})
         table["take"] = table["take"].str.replace("ours", "Fusebook")
         text = "the fastest is best, and what is within 2 % of it can be taken"
-        parts.append(show.sortable(table, f"{op.name}: microseconds of {clock} by size; {text}")._repr_html_())
+        parts.append(_show.sortable(table, f"{op.name}: microseconds of {clock} by size; {text}")._repr_html_())
     return "\n".join(parts)
 
 
@@ -95,7 +95,7 @@ def implementations(op, frame):
     import pandas as pd
 
     from fusebook import tables
-    from fusebook.page import show
+    from fusebook.lesson import _show
 
     status = frame["status"].where(frame["status"] != "ok", "")
     told = pd.DataFrame(
@@ -113,25 +113,25 @@ def implementations(op, frame):
             "status": status,
         }
     )
-    return show.sortable(told, f"{op.name}: times in microseconds, medians")
+    return _show.sortable(told, f"{op.name}: times in microseconds, medians")
 
 
 def first_calls(op, frame):
     """By implementation, how long first calls take, and how many Triton kernels are compiled for all sizes."""
-    from fusebook.page import show
+    from fusebook.lesson import _show
 
     timed = frame[frame["first_call_s"].notna()].groupby("variant", sort=False)
     told = timed["first_call_s"].agg(sizes="size", median="median", longest="max", together="sum")
     told = told.assign(kernels=timed["binaries"].sum(min_count=1)).rename(
         columns={name: f"{name}, s" for name in ("median", "longest", "together")}
     )
-    return show.table(told, f"{op.name}: first calls, compilation included, and compiled Triton kernels", fold=False)
+    return _show.table(told, f"{op.name}: first calls, compilation included, and compiled Triton kernels", fold=False)
 
 
 def elsewhere(op, frame):
     """Where another implementation is faster, by three clocks."""
     from fusebook import tables
-    from fusebook.page import show
+    from fusebook.lesson import _show
 
     if "fusebook" not in op.variants:
         return "<p>See the times by size: several implementations are Fusebook's.</p>"
@@ -139,14 +139,14 @@ def elsewhere(op, frame):
     for kind, clock in (("cold", "GPU time"), ("paid", "end-to-end time"), ("call", "latency")):
         lost = tables.losses(alike, kind=kind)
         lost = lost.rename(columns={"faster": "fastest other", "times as long": "Fusebook over it"})
-        parts.append(show.table(lost, f"{op.name}, by {clock}", fold=False))
+        parts.append(_show.table(lost, f"{op.name}, by {clock}", fold=False))
     return "\n".join(part._repr_html_() for part in parts)
 
 
 def hardware(about, frames):
     """Registers, warps and lines of the steps, and what the hardware counters saw."""
+    from fusebook.lesson import _show
     from fusebook.lesson.evidence import NotRecorded
-    from fusebook.page import show
 
     parts = []
     for name, caption in (
@@ -158,14 +158,14 @@ def hardware(about, frames):
         except (NotRecorded, KeyError):
             continue
         keys = [key for key in ("step", "kernel", "shape", "dtype") if key in frame]
-        parts.append(show.table(frame.set_index(keys), caption, fold=True)._repr_html_())
+        parts.append(_show.table(frame.set_index(keys), caption, fold=True)._repr_html_())
     return "\n".join(parts) or "<p>Not recorded.</p>"
 
 
 def random_problems(op, number):
     """The problems of an operator that were drawn at random, and whether its target is met."""
+    from fusebook.lesson import _place, _show
     from fusebook.measure import explore, machine
-    from fusebook.page import _place, show
 
     for place in machine.places(number):
         if (file := explore.path(place.name, op.name, place.parent)).exists():
@@ -176,9 +176,9 @@ def random_problems(op, number):
             drawn = drawn.rename(
                 columns=names | {"over torch": "Fusebook over torch", "over all": "Fusebook over best"}
             )
-            found = show.table(explore.summary(op, frame).rename_axis("Fusebook"), f"{op.name}, GPU time", fold=False)
+            found = _show.table(explore.summary(op, frame).rename_axis("Fusebook"), f"{op.name}, GPU time", fold=False)
             caption = f"{op.name}: {len(drawn)} problems drawn at random"
-            return found._repr_html_() + show.sortable(drawn, caption)._repr_html_()
+            return found._repr_html_() + _show.sortable(drawn, caption)._repr_html_()
     return f"<p><code>{op.name}</code>: none recorded.</p>"
 
 
@@ -186,13 +186,13 @@ def origin(frames, about):
     """Where every frame comes from."""
     import pandas as pd
 
+    from fusebook.lesson import _show
     from fusebook.lesson.evidence import NotRecorded
-    from fusebook.page import show
 
     rows = {}
     for name in about.FRAMES:
         try:
-            found = show.gathered(frames[name])
+            found = _show.gathered(frames[name])
         except (NotRecorded, ValueError):
             continue
         rows[name] = {
@@ -202,9 +202,9 @@ def origin(frames, about):
             "dates": " to ".join(dict.fromkeys((found.dates[0], found.dates[-1]))),
             "commit": ", ".join(commit[:12] for commit in found.commits),
         }
-    files = [show.downloads(frames.of(op), f"evidence_{op}")._repr_html_() for op in operators(about)]
+    files = [_show.downloads(frames.of(op), f"evidence_{op}")._repr_html_() for op in operators(about)]
     files = "".join(files).replace('href="downloads/', 'href="../auto_examples/downloads/')
-    made = show.table(pd.DataFrame.from_dict(rows, orient="index"), "Where the rows come from", fold=False)
+    made = _show.table(pd.DataFrame.from_dict(rows, orient="index"), "Where the rows come from", fold=False)
     return made._repr_html_() + files
 
 
@@ -216,16 +216,16 @@ def operators(about):
 
 def measurements(about, frames):
     """Every frame that a lesson measures by itself."""
-    from fusebook.page import show
+    from fusebook.lesson import _show
 
-    return "\n".join(show.sortable(frames[name], name)._repr_html_() for name in about.FRAMES)
+    return "\n".join(_show.sortable(frames[name], name)._repr_html_() for name in about.FRAMES)
 
 
 def page(name):
     """The page of evidence of a lesson, as reStructuredText."""
     from fusebook.cards import OPS
     from fusebook.lesson import evidence
-    from fusebook.page.show import rich
+    from fusebook.lesson._show import rich
 
     about = evidence.load(name)
     frames = evidence.Frames(about)
@@ -269,7 +269,7 @@ def stamp(name):
 
     source = ROOT / "src" / "fusebook"
     made_from = [Path(__file__), ROOT / "examples" / f"{name}.py", *source.glob("*.py"), *source.glob("measure/*.py")]
-    made_from += [*source.glob("lesson/**/*.py"), *source.glob("page/*.py"), *source.glob("cards/*.py")]
+    made_from += [*source.glob("lesson/**/*.py"), *source.glob("cards/*.py")]
     digest = hashlib.sha256()
     for path in sorted(made_from):
         digest.update(path.read_bytes())

@@ -56,7 +56,7 @@ PACKAGES = ("torch", "triton", "pandas", "matplotlib", "sphinx-gallery")
 # Which pages run again
 
 
-#: Where a page that runs notes what it reads, see `fusebook.page`.
+#: Where a page that runs notes what it reads, see ``fusebook.lesson._place``.
 NOTES = "_FUSEBOOK_DEPS"
 
 
@@ -139,7 +139,7 @@ def begin_page(generated, name):
     notes = generated / f"{name}.deps"
     notes.write_text("")
     os.environ[NOTES] = str(notes)
-    from fusebook.page import _place
+    from fusebook.lesson import _place
 
     _place.shown.clear()
 
@@ -151,7 +151,7 @@ def end_page(generated, around, root, name, names):
     noted = {*notes.read_text().splitlines(), *map(str, families(page, names))}
     text = "".join(f"{line}\n" for line in sorted(noted))
     notes.write_text(text)
-    from fusebook.page import _place
+    from fusebook.lesson import _place
 
     lessons.keep(generated / f"{name}.gains.json", name, _place.shown)
     _place.shown.clear()
@@ -211,7 +211,7 @@ def before_gallery(app):
 
 def records_stale():
     """A line on each record that pages will replay, in which something is of earlier code."""
-    from fusebook.page import _place
+    from fusebook.lesson import _place
 
     found = {} if _place.live() else front.found()
     return [f"{name}: {'; '.join(stale)}" for name, frame in found.items() if (stale := frame.attrs["origin"].stale)]
@@ -251,8 +251,8 @@ def recorded_seconds():
     """The file of the seconds that each page took when this GPU was recorded; None where pages replay."""
     import torch
 
+    from fusebook.lesson import _place
     from fusebook.measure import machine
-    from fusebook.page import _place
 
     if not _place.live():
         return None

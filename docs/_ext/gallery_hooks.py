@@ -1,6 +1,6 @@
 """What sphinx-gallery calls while it runs the pages.
 
-A page whose op has neither a GPU nor a record raises ``fusebook.page.NoResults``, which is a SystemExit. Here it
+A page whose op has neither a GPU nor a record raises ``NoResults``, which is a SystemExit. Here it
 becomes a banner in the place of the results, and the blocks after it are shown but not run. Under FUSEBOOK_STRICT=1 it
 ends the build instead, unless it is excused: the page says itself that nothing is there yet.
 

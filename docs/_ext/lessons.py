@@ -1,7 +1,7 @@
 """Pages in the form of a lesson: gains in headings, links to files, and notebooks that install what they need.
 
 A lesson has a module of evidence, see `fusebook.lesson.evidence`. A page about all operators has none, and has the same
-form otherwise. Every other page is in its old form.
+form otherwise.
 """
 
 import json
@@ -206,7 +206,7 @@ def notebook(make, script_blocks, gallery_conf, target_dir):
     opened = re.search(r'lesson\.(open|book)\("(\w+)"', code)
     url, found = os.environ.get("FUSEBOOK_URL", "").rstrip("/"), {}
     if opened:
-        from fusebook.page import _place
+        from fusebook.lesson import _place
 
         found = gains(opened[2], *_place.shown.get("gains", [])[-1:]) if opened[1] == "open" else {}
         gallery_conf = {**gallery_conf, "first_notebook_cell": first_cell(url), "last_notebook_cell": None}

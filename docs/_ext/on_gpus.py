@@ -98,7 +98,7 @@ def flips(found):
     import answers
     from fusebook import tables
     from fusebook.cards import OPS
-    from fusebook.page.verdicts import compared
+    from fusebook.lesson._verdicts import compared
 
     rows, slugs = [], list(found)
     for a, b in [(a, b) for i, a in enumerate(slugs) for b in slugs[i + 1 :]]:
@@ -322,8 +322,8 @@ class _Generated(SphinxDirective):
 
     def shown(self, df, caption):
         """Name the files to Sphinx; the table as HTML."""
+        from fusebook.lesson import _show
         from fusebook.measure import machine
-        from fusebook.page import show
 
         library = ROOT / "src" / "fusebook"
         for folder, pattern in (
@@ -336,7 +336,7 @@ class _Generated(SphinxDirective):
         ):
             for file in folder.glob(pattern):
                 self.env.note_dependency(str(file))
-        return nodes.raw("", show.table(df, caption, fold=False)._repr_html_(), format="html")
+        return nodes.raw("", _show.table(df, caption, fold=False)._repr_html_(), format="html")
 
 
 class Verdicts(_Generated):

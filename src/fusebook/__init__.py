@@ -80,9 +80,9 @@ from fusebook.patching import Patched, patch, unpatch
 
 __version__ = "0.1.0"
 
-# Modules of 0.1.0, and the names that they have in fusebook.measure. An import or `python -m` raises an error.
-_MOVED = {name: name for name in "bench check compare explore inputs machine op record timing tune".split()}
-_MOVED |= {"digests": "sources", "launches": "compiled", "ways": "sources"}
+# Modules of 0.1.0, and what to use now. An import or `python -m` raises an error.
+_MOVED = {n: f"measure.{n}" for n in "bench check compare explore inputs machine op record timing tune".split()}
+_MOVED |= {"digests": "measure.sources", "launches": "measure.compiled", "ways": "measure.sources", "page": "lesson"}
 
 
 class _Moved:
@@ -92,7 +92,7 @@ class _Moved:
     def find_spec(name: str, path: object = None, target: object = None) -> None:
         package, _, module = name.rpartition(".")
         if package == __name__ and module in _MOVED:
-            raise ModuleNotFoundError(f"{name} moved: use fusebook.measure.{_MOVED[module]}")
+            raise ModuleNotFoundError(f"{name} moved: use fusebook.{_MOVED[module]}")
 
 
 sys.meta_path.append(_Moved)

@@ -1,6 +1,6 @@
 """Tables of results: a DataFrame in, a DataFrame out. `fusebook.measure.bench` says what their columns mean.
 
-`df` is a frame of results, as `fusebook.measure.bench.run` and `fusebook.page.results` return it, wherever it has no
+`df` is a frame of results, as `fusebook.measure.bench.run` and a lesson return it, wherever it has no
 words.
 
 A kind of time is one of the clocks of `fusebook.measure.timing`, or ``paid``: what an eager program of many calls pays
@@ -89,7 +89,7 @@ def dims(df: pd.DataFrame) -> list[str]:
     except ValueError:
         raise ValueError(
             f"tables: expected results with the columns dtype and status, got {', '.join(map(str, columns))}; "
-            "pass what fusebook.measure.bench.run or fusebook.page.results returned"
+            "pass what fusebook.measure.bench.run or fusebook.measure.record.read returned"
         ) from None
     return [name for name in found if not df[name].isna().all()]
 
@@ -129,7 +129,7 @@ def together(*frames: pd.DataFrame) -> pd.DataFrame:
     """Results one below the other, which still know on which GPU they were measured.
 
     ``attrs["gpu"]`` is the name of the GPU where it is the same for all. Where each comes from, which
-    `fusebook.page.provenance` asks for, only the frames themselves know.
+    a page asks for, only the frames themselves know.
     """
     result = pd.concat(frames)
     machines = [getattr(frame.attrs.get("origin"), "machine", None) for frame in frames]

@@ -10,12 +10,11 @@ import pandas as pd
 from fusebook import plots, tables
 from fusebook.cards import OPS
 from fusebook.cards._calls import call
-from fusebook.lesson import _numbers, evidence
+from fusebook.lesson import _numbers, _show, _verdicts, evidence
+from fusebook.lesson._results import NoResults, explored, measured, options, records
+from fusebook.lesson._show import Shown
 from fusebook.lesson.evidence import history, reported
 from fusebook.measure import explore, machine
-from fusebook.page import show, verdicts
-from fusebook.page.results import NoResults, explored, measured, options, records
-from fusebook.page.show import Shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,15 +77,15 @@ class Book:
         if stale := int(every["stale"].ne("").sum()):
             text += f" The code of {stale:,} has changed since."
         caption = "Bold: no implementation of the same arithmetic is more than 2 % faster"
-        return _box([text], show.sortable(table, caption, pd.concat(best, ignore_index=True)))
+        return _box([text], _show.sortable(table, caption, pd.concat(best, ignore_index=True)))
 
     def take(self) -> Shown:
         """Which implementation to take at each size, by end-to-end time and by GPU time."""
         parts = []
         for gpu, found in self._recorded().items():
-            for op in verdicts.ours(found):
-                paid, cold = (verdicts.choices(op, found[op.name], kind) for kind in ("paid", "cold"))
-                rows = paid[[*verdicts.GROUPS, "ours", "take"]].join(cold["take"].rename("take, by GPU time"))
+            for op in _verdicts.ours(found):
+                paid, cold = (_verdicts.choices(op, found[op.name], kind) for kind in ("paid", "cold"))
+                rows = paid[[*_verdicts.GROUPS, "ours", "take"]].join(cold["take"].rename("take, by GPU time"))
                 rows = rows.reset_index().rename(columns={"ours": "Fusebook"})
                 rows = rows.replace(
                     {"take": {"ours": "Fusebook"}, "take, by GPU time": {"ours": "Fusebook"}}, regex=True
@@ -95,7 +94,7 @@ class Book:
                 rows.insert(0, "GPU", gpu)
                 parts.append(rows)
         text = "End-to-end time in microseconds; take: what is within 2 % of the fastest"
-        return show.sortable(pd.concat(parts, ignore_index=True), text)
+        return _show.sortable(pd.concat(parts, ignore_index=True), text)
 
     def counts(self) -> Shown:
         """By clock, at how many sizes Fusebook is faster, equal and slower than the fastest other implementation."""
@@ -108,12 +107,12 @@ class Book:
                 if one["points"]:
                     rows[f"{gpu}, {name}"] = one.astype(int)
         frame = pd.DataFrame.from_dict(rows, orient="index").rename(columns={"points": "sizes and dtypes"})
-        return show.table(frame, "Fusebook against the fastest other implementation", fold=False)
+        return _show.table(frame, "Fusebook against the fastest other implementation", fold=False)
 
     def downloads(self) -> Shown:
         """Every recorded result as CSV and XLSX."""
         found = [frame.assign(gpu=gpu) for gpu, one in self._recorded().items() for frame in one.values()]
-        return show.downloads(pd.concat(found, ignore_index=True), "all_results")
+        return _show.downloads(pd.concat(found, ignore_index=True), "all_results")
 
     # Random problems
 
@@ -196,7 +195,7 @@ class Book:
         frame = pd.DataFrame.from_dict(rows, orient="index").rename_axis("advice of 2012 to 2014")
         held = int(frame["holds"].eq("yes").sum())
         origin = _numbers.origin(frames["answers"])
-        return show.table(frame, f"Of {len(frame)} pieces of advice {held} hold; {origin}", fold=False)
+        return _show.table(frame, f"Of {len(frame)} pieces of advice {held} hold; {origin}", fold=False)
 
     def statements(self, lesson: str) -> Shown:
         """Published statements behind a lesson, and whether they hold here.
@@ -214,7 +213,7 @@ class Book:
         judged = [o for o in found if o.holds is not None]
         held = sum(o.holds is True for o in judged)
         address = html.escape(_numbers.site(f"evidence/{lesson}"))
-        shown = show.table(frame.set_index("statement"), f"Of {len(judged)} statements {held} hold", fold=False)
+        shown = _show.table(frame.set_index("statement"), f"Of {len(judged)} statements {held} hold", fold=False)
         link = f'<p><a href="{address}">The condition and the rows of each</a>.</p>' if address else ""
         return Shown(shown._repr_html_() + link, repr(shown))
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fusebook.lesson import _place
+from fusebook.lesson._show import Shown, rich
 from fusebook.measure import check, inputs
 from fusebook.measure.op import Op
-from fusebook.page import _place
-from fusebook.page.show import Shown, rich
 
 #: Primes: a count of elements is a sum of products of sizes in one way only.
 _PRIMES = (97, 89, 83, 79, 73)

@@ -10,11 +10,10 @@ import pandas as pd
 
 import fusebook
 from fusebook import plots, tables
-from fusebook.lesson import _checks, _numbers
+from fusebook.lesson import _checks, _numbers, _place, _show
 from fusebook.lesson._page import Page, _or_banner
+from fusebook.lesson._show import Shown
 from fusebook.measure import bench, check, timing
-from fusebook.page import _place, show
-from fusebook.page.show import Shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,8 +86,8 @@ class LaunchesPage(Page):
         told, named = _numbers.labels(self.about), {"fusebook": f"fusebook.{called}"}
         named |= {n: f"{told[n]}, {n}" if told[n].startswith("step ") else told[n] for n in steps}
         if getattr(self.about, "LINES", True):
-            lines = {name: show.lines_of(*_checks.plain(step)) for name, step in steps.items()}
-            lines["fusebook"] = show.lines_behind(getattr(fusebook, called))
+            lines = {name: _show.lines_of(*_checks.plain(step)) for name, step in steps.items()}
+            lines["fusebook"] = _show.lines_behind(getattr(fusebook, called))
             wide["lines"] = pd.Series(lines)
         return wide.rename(index=named), self.about.CAPTION
 

@@ -15,14 +15,13 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from fusebook import tables
-from fusebook.lesson import _numbers, picture
+from fusebook.lesson import _numbers, _show, picture
+from fusebook.lesson._draw import _AMBER, _BLUE, _WIDTH, _arrow, _box, _drawing, _text
 from fusebook.lesson._page import Page, _or_banner
+from fusebook.lesson._results import measured
+from fusebook.lesson._show import Shown
 from fusebook.measure import inputs
 from fusebook.measure.op import Op
-from fusebook.page import show
-from fusebook.page.draw import _AMBER, _BLUE, _WIDTH, _arrow, _box, _drawing, _text
-from fusebook.page.results import measured
-from fusebook.page.show import Shown
 
 __all__ = ["MemoryPage", "counted", "over_time", "pairs"]
 
@@ -265,7 +264,7 @@ class MemoryPage(Page):
         told.index.name = None
         own: Any = point.loc["fusebook"]
         size = f"{_size(own, frame)} in {own['dtype']}"
-        made = show.table(told, f"{size}; without a GPU time: the call waits for the GPU", fold=False)
+        made = _show.table(told, f"{size}; without a GPU time: the call waits for the GPU", fold=False)
         why = {"wrong": "its error is above the tolerance", "refused": "it raised an error"}
         left = [
             f"`{name}` has no row, as {why.get(row['status'], row['status'])}: {row['note'].partition(';')[0]}."
@@ -279,7 +278,7 @@ class MemoryPage(Page):
 
     def _staircase(self, frame: pd.DataFrame, steps: Mapping[str, Callable[..., Any]]) -> tuple[pd.DataFrame, str]:
         wide = frame.drop_duplicates("step").set_index("step").reindex([*steps, "fusebook"])
-        lines = {name: show.lines_of(*_numbers.plain(step)) for name, step in steps.items()}
+        lines = {name: _show.lines_of(*_numbers.plain(step)) for name, step in steps.items()}
         lines["fusebook"] = _numbers.library_lines(self.op)
         told = pd.DataFrame(
             {

@@ -17,15 +17,14 @@ import torch
 import fusebook
 from fusebook import tables
 from fusebook.cards import OPS
-from fusebook.lesson import picture
+from fusebook.lesson import _place, _show, _verdicts, picture
 from fusebook.lesson._checks import plain
+from fusebook.lesson._counters import counters
+from fusebook.lesson._show import Shown
 from fusebook.lesson.evidence import Frames, NotRecorded
 from fusebook.measure import bench, check, inputs, timing
 from fusebook.measure.bench import Origin
 from fusebook.measure.op import Op
-from fusebook.page import _place, show, verdicts
-from fusebook.page.counters import counters
-from fusebook.page.show import Shown
 
 #: ``{gain rows at N=256}``, ``{gain rows over eager at N=256, bfloat16}``, or ``{gain rows at M=8, N=256}``.
 MARKER = re.compile(
@@ -61,7 +60,7 @@ def origin(frame: pd.DataFrame) -> str:
         return ""
     if found.measured:
         return f"measured now on {found.machine.name}"
-    where = show.gathered(frame)
+    where = _show.gathered(frame)
     return f"record of {where.machine.name}, {where.dates[-1]}"
 
 
@@ -190,7 +189,7 @@ def staircase(op: Op, about: Any, frame: pd.DataFrame, steps: Mapping[str, Calla
     lines, named = {}, {}
     for operator, own, some in groups:
         for name, step in some.items():
-            lines[name] = show.lines_of(*plain(step))
+            lines[name] = _show.lines_of(*plain(step))
             named[name] = f"{told[name]}, {name}" if told[name].startswith("step ") else told[name]
         lines[own], named[own] = library_lines(operator), f"fusebook.{operator.name}"
     wide = wide.reindex([*lines]).assign(lines=pd.Series(lines)).rename(index=named)
@@ -200,7 +199,7 @@ def staircase(op: Op, about: Any, frame: pd.DataFrame, steps: Mapping[str, Calla
 
 def library_lines(op: Op) -> int:
     """Lines of code behind a public function of the library, which serve all of its options."""
-    return show.lines_behind(getattr(fusebook, op.name))
+    return _show.lines_behind(getattr(fusebook, op.name))
 
 
 def code_of(op: Op, about: Any, steps: Mapping[str, Callable[..., Any]]) -> list[Any]:
@@ -241,12 +240,12 @@ def _point(frame: pd.DataFrame, example: Mapping[str, Any], kind: str = "cold") 
 
 def _against(op: Op, frame: pd.DataFrame, *groups: str, kind: str = "cold") -> pd.Series:
     """The time of Fusebook over that of the fastest implementation of some groups, by size and dtype."""
-    return tables.behind(verdicts.compared(op, frame, groups), kind=kind)["times as long"]
+    return tables.behind(_verdicts.compared(op, frame, groups), kind=kind)["times as long"]
 
 
 def _libraries(op: Op, frame: pd.DataFrame, timed: bool = False) -> list[str]:
     """The libraries that ran, or those that have a GPU time, by the names that a reader sees."""
-    found = verdicts.compared(op, frame, ("libraries",))
+    found = _verdicts.compared(op, frame, ("libraries",))
     ran = found["gpu_us"].notna() if timed else found["status"] == "ok"
     return list(dict.fromkeys(found.loc[(found["group"] == "libraries") & ran, "variant"]))
 
@@ -312,7 +311,8 @@ def verdict(
     """Three sentences on time, on all sizes and on memory; and the times of one size, in `words`, as bars."""
     gpu, (clock, title) = tables.column(kind), _CLOCKS[kind]
     point = tables.timed(_point(frame, example, kind), kind).drop_duplicates("variant").set_index("variant")
-    point = point[[bool(verdicts.group(op, str(name))) for name in point.index]]  # neither strategies nor checked calls
+    # Neither strategies nor checked calls.
+    point = point[[bool(_verdicts.group(op, str(name))) for name in point.index]]
     if "fusebook" not in point.index:
         return ["Not measured."], None
     own: Any = point.loc["fusebook"]
@@ -401,20 +401,20 @@ def choices(op: Op, frame: pd.DataFrame, clock: str = "cold") -> pd.DataFrame:
         **({said(libraries, "or"): ["libraries"]} if libraries else {}),
         "torch or torch.compile": ["torch", "torch.compile"],
     }
-    found = {kind: verdicts.choices(op, frame, kind) for kind in ("cold", "paid")}
+    found = {kind: _verdicts.choices(op, frame, kind) for kind in ("cold", "paid")}
     rows = {}
     for name, groups in named.items():
         row: dict[str, Any] = {}
         for kind, title in (("cold", "fastest in GPU time"), ("paid", "fastest end to end")):
             table = found[kind]
-            own, least = table[groups].min(axis=1), table[[*verdicts.GROUPS, "ours"]].min(axis=1)
+            own, least = table[groups].min(axis=1), table[[*_verdicts.GROUPS, "ours"]].min(axis=1)
             row[title] = f"{int((own <= (1 + tables.WITHIN) * least).sum())} of {own.notna().sum()}"
         table = found[clock]
         of = "GPU" if clock == "cold" else "end-to-end"
         row[f"median {of} time"] = times(float((table[groups].min(axis=1) / table["ours"]).median()))
         variants = ["fusebook"] if groups == ["ours"] else libraries if groups == ["libraries"] else groups
         if variants is groups and "torch" not in op.variants:
-            variants = [name for name in [*op.variants][1:] if verdicts.group(op, name) in groups]
+            variants = [name for name in [*op.variants][1:] if _verdicts.group(op, name) in groups]
         row["peak memory"] = _most(op, frame, variants)
         rows[name] = row
     return pd.DataFrame.from_dict(rows, orient="index")
@@ -422,7 +422,7 @@ def choices(op: Op, frame: pd.DataFrame, clock: str = "cold") -> pd.DataFrame:
 
 def limits(op: Op, frame: pd.DataFrame, gradient: pd.DataFrame | None, kind: str = "cold") -> list[str]:
     """When not to use the library: where another is faster, and where the launch decides; memory of its gradient."""
-    everything = _against(op, frame, *verdicts.GROUPS, kind=kind)
+    everything = _against(op, frame, *_verdicts.GROUPS, kind=kind)
     lost = everything[everything > 1 + tables.WITHIN].sort_values(ascending=False)
     many, clock = _many(frame), " end to end" if kind == "paid" else ""
     told = f"No other implementation is more than 2 % faster{clock} at any of {len(everything)} recorded {many}."
@@ -431,7 +431,7 @@ def limits(op: Op, frame: pd.DataFrame, gradient: pd.DataFrame | None, kind: str
         told += f"{clock}: at {len(lost)} of {len(everything)} {many}."
     found = [told]
     if len(lost):
-        behind = tables.behind(verdicts.compared(op, frame, verdicts.GROUPS), kind=kind)
+        behind = tables.behind(_verdicts.compared(op, frame, _verdicts.GROUPS), kind=kind)
         behind = behind.loc[lost.index[:2]].reset_index()
         places = zip(behind["label"], behind["dtype"], behind["best other"], behind["times as long"], strict=True)
         worst = [
@@ -482,4 +482,4 @@ def site(document: str) -> str:
 
 def joined(sentences: Sequence[str]) -> str:
     """Sentences as one paragraph of HTML, with ``**strong**`` words."""
-    return re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", show.rich(" ".join(sentences)))
+    return re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", _show.rich(" ".join(sentences)))

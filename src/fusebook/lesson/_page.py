@@ -21,15 +21,14 @@ import torch
 import fusebook
 from fusebook import plots
 from fusebook.cards import OPS
-from fusebook.lesson import _checks, _numbers, evidence
+from fusebook.lesson import _checks, _numbers, _place, _show, evidence
 from fusebook.lesson import picture as pictures
+from fusebook.lesson._claims import Claim, Claims, exercise
+from fusebook.lesson._counters import counters
+from fusebook.lesson._results import NoResults, measured, results, study
+from fusebook.lesson._show import Shown
 from fusebook.lesson.evidence import Frames, Measured, NotRecorded, Recorded
 from fusebook.measure import inputs, machine
-from fusebook.page import _place, show
-from fusebook.page.claims import Claim, Claims, exercise
-from fusebook.page.counters import counters
-from fusebook.page.results import NoResults, measured, results, study
-from fusebook.page.show import Shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -173,14 +172,14 @@ class Page:
             ("how GPU time is measured", "method"),
         ]
         linked = " · ".join(
-            f'<a href="{html.escape(address)}">{show.rich(text)}</a>'
+            f'<a href="{html.escape(address)}">{_show.rich(text)}</a>'
             for text, document in links
             if (address := _numbers.site(document))
         )
         made = "".join(f'<p class="fb-verdict-line">{_numbers.joined([line])}</p>' for line in lines)
         label = f"{label[:1].upper()}{label[1:]}.{self._lacking()}"
         return Shown(
-            f'<div class="fb-box fb-verdict-box"><div>{made}<p class="fb-box-claims">{show.rich(label)} {linked}</p>'
+            f'<div class="fb-box fb-verdict-box"><div>{made}<p class="fb-box-claims">{_show.rich(label)} {linked}</p>'
             f"</div>{bars._repr_html_() if bars else ''}</div>",
             "\n".join([*(_numbers.plainly([line]) for line in lines), f"({label})"]),
         )._now()
@@ -360,7 +359,7 @@ class Page:
             self.frames.known["counters"] = self._count(steps)
         wide, caption = self._staircase(renamed, steps)
         caption += "; empty: not measured" if wide.drop(columns="lines", errors="ignore").isna().any(axis=None) else ""
-        return show.table(wide, f"{caption}; {_numbers.origin(frame)}", fold=False)
+        return _show.table(wide, f"{caption}; {_numbers.origin(frame)}", fold=False)
 
     def _measured(
         self, steps: Mapping[str, Callable[..., Any]], extra: Mapping[str, Callable[..., Any]]
@@ -395,7 +394,7 @@ class Page:
         caption : str
             What a reader sees in it, with units.
         """
-        return show.table(frame, caption, fold=False)
+        return _show.table(frame, caption, fold=False)
 
     def findings(self) -> Shown:
         """The claims that the lesson shows: at most four. Before it is recorded, those that have numbers."""
@@ -408,7 +407,7 @@ class Page:
     def use(self) -> Shown:
         """When to use the library: a table of three choices, where it loses, and how to install it."""
         frame = self._everything()
-        made = show.table(
+        made = _show.table(
             _numbers.choices(self.op, frame, getattr(self.about, "CLOCK", "cold")),
             "Sizes at which each is within 2 % of the fastest; median time relative to Fusebook; peak memory",
             fold=False,
@@ -458,8 +457,8 @@ class Page:
         """
         module = sys.modules[getattr(fusebook, name).__module__]  # a card may wrap it
         kernels = [getattr(module, kernel) for kernel in self.about.KERNELS[name]]
-        source, helpers = show.Source(*kernels, doc=False), _helpers(kernels)
-        shown = show.Folded(f"The kernel of `fusebook.{name}`", helpers, source) if fold else source
+        source, helpers = _show.Source(*kernels, doc=False), _helpers(kernels)
+        shown = _show.Folded(f"The kernel of `fusebook.{name}`", helpers, source) if fold else source
         return Shown(shown.html, f"The kernel of fusebook.{name}: {module.__file__}")._now()
 
     def footer(self) -> Shown:
@@ -477,10 +476,10 @@ class Page:
             what = {"claim": "claim", "target": "target", "statement": "statement of others"}[o.claim.kind]
             failed.append(f"{what}: {o.text} ({o.detail})".replace("`", ""))
             named = f'<a href="{address}#{o.claim.id}">{what}</a>' if address else what
-            items.append(f"<li>{named}: {show.rich(o.text)} ({show.rich(o.detail)})</li>")
+            items.append(f"<li>{named}: {_show.rich(o.text)} ({_show.rich(o.detail)})</li>")
         link = f' <a href="{address}">All claims, sizes, clocks and counters</a>.' if address else ""
-        solutions = show.solution(f"solutions/{self.name}.py")
-        ran, fails = show.environment(), f"{len(items)} {'does' if len(items) == 1 else 'do'} not hold"
+        solutions = _show.solution(f"solutions/{self.name}.py")
+        ran, fails = _show.environment(), f"{len(items)} {'does' if len(items) == 1 else 'do'} not hold"
         listed = f'<details class="fb-fold"><summary>{fails}</summary><ul>{"".join(items)}</ul></details>'
         return Shown(
             f'{solutions._repr_html_()}<p class="fb-evidence"><strong>{text}</strong>{link}</p>'
@@ -506,7 +505,7 @@ def _helpers(kernels: Sequence[Any]) -> Shown:
             called = getattr(kernel.fn.__globals__.get(name), "fn", None)
             if callable(called) and (doc := inspect.getdoc(called)):
                 found[name] = " ".join(doc.partition("\n\n")[0].split())
-    items = "".join(f"<li><code>{name}</code>: {show.rich(text)}</li>" for name, text in found.items())
+    items = "".join(f"<li><code>{name}</code>: {_show.rich(text)}</li>" for name, text in found.items())
     return Shown(f"<p>It calls these device functions:</p><ul>{items}</ul>", ", ".join(found))
 
 

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from fusebook import plots, tables
-from fusebook.lesson import _numbers, picture
+from fusebook.lesson import _numbers, _place, _show, picture
 from fusebook.lesson._launches import LaunchesPage
 from fusebook.lesson._page import _or_banner
-from fusebook.page import _place, show
-from fusebook.page.results import measured
-from fusebook.page.show import Shown
+from fusebook.lesson._results import measured
+from fusebook.lesson._show import Shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,6 +94,6 @@ class EndsPage(LaunchesPage):
         wide = ends.drop(columns=["points", "n", "d", "k"]).astype(object)
         wide.columns = wide.columns.str.replace(r", s$", ", seconds", regex=True)
         wide.index = pd.Index([f"{row.n:,} x {row.d}, k = {row.k}" for row in ends.itertuples()])
-        made = show.table(wide.T, f"K-means until its centres are at rest; {_numbers.origin(ends)}", fold=False)
+        made = _show.table(wide.T, f"K-means until its centres are at rest; {_numbers.origin(ends)}", fold=False)
         install = _numbers.install()
         return Shown(f"{made._repr_html_()}<p>{_numbers.joined(install)}</p>", _numbers.plainly(install))._now()

@@ -10,10 +10,9 @@ import pandas as pd
 import torch
 
 from fusebook import plots, tables
-from fusebook.lesson import _numbers
+from fusebook.lesson import _numbers, _place, _show, _verdicts
 from fusebook.lesson._page import Page, _or_banner
-from fusebook.page import _place, show, verdicts
-from fusebook.page.show import Shown
+from fusebook.lesson._show import Shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +36,7 @@ class ProductsPage(Page):
     def _everything(self) -> pd.DataFrame:
         """All rows, in which Fusebook is what a caller gets: its kernel, or torch's matmuls where a table says so."""
         frame = super()._everything()
-        called = verdicts._called(frame[~frame["variant"].str.match("max-autotune|ORT")])  # the evidence has them
+        called = _verdicts._called(frame[~frame["variant"].str.match("max-autotune|ORT")])  # the evidence has them
         called.attrs.update(frame.attrs)
         return called
 
@@ -68,8 +67,8 @@ class ProductsPage(Page):
         wide = rates(frame).reindex([*steps, "fusebook"])
         if "gpu_warm_us" in frame:
             wide = wide.join(rates(frame, "gpu_warm_us").add_suffix(", warm"))
-        lines = {name: show.lines_of(*_numbers.plain(step)) for name, step in steps.items()}
-        lines["fusebook"] = show.lines_behind(self.op.variants["fusebook"].run)
+        lines = {name: _show.lines_of(*_numbers.plain(step)) for name, step in steps.items()}
+        lines["fusebook"] = _show.lines_behind(self.op.variants["fusebook"].run)
         numbered = {name: f"step {i}, {name}" if i else name for i, name in enumerate(steps)}
         wide = wide.assign(lines=pd.Series(lines)).rename(index={**numbered, "fusebook": f"fusebook.{self.op.name}"})
         wide.index.name = wide.columns.name = None

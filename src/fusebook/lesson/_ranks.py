@@ -22,12 +22,11 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from fusebook.cards import OPS
-from fusebook.lesson import _numbers
+from fusebook.lesson import _numbers, _place, _show
 from fusebook.lesson._page import Page, _or_banner, _Pictures
+from fusebook.lesson._results import measured, options
+from fusebook.lesson._show import Shown
 from fusebook.lesson.evidence import Frames
-from fusebook.page import _place, show
-from fusebook.page.results import measured, options
-from fusebook.page.show import Shown
 
 __all__ = ["RanksPage", "counts", "enough", "join", "ranks", "timed", "work"]
 
@@ -310,7 +309,7 @@ class RanksPage(Page):
             self.frames.known[name] = renamed
         _place.remember("gains", self.frames)
         made, caption = self.about.table(self.frames, steps)
-        return show.table(made, f"{caption}; {_numbers.origin(self.frames['steps'])}", fold=False)
+        return _show.table(made, f"{caption}; {_numbers.origin(self.frames['steps'])}", fold=False)
 
     @_or_banner
     def plot(self, kind: str, over: str) -> Any:
@@ -333,7 +332,7 @@ class RanksPage(Page):
     def use(self) -> Shown:
         """When to use the library: a table and sentences of the evidence, and how to install it."""
         made, caption, sentences = self.about.use(self.frames)
-        return self._used(show.table(made, caption, fold=False), sentences)
+        return self._used(_show.table(made, caption, fold=False), sentences)
 
     def _record(self) -> None:
         """Nothing: the steps have measured every frame."""

@@ -16,11 +16,10 @@ import triton
 
 import fusebook
 from fusebook import plots
-from fusebook.lesson import _numbers
+from fusebook.lesson import _numbers, _place
 from fusebook.lesson._page import Page, _or_banner
+from fusebook.lesson._show import Shown, rich
 from fusebook.lesson.evidence import Frames, NotRecorded
-from fusebook.page import _place
-from fusebook.page.show import Shown, rich
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fusebook.page.draw import _AMBER, _BLUE, _WIDTH, _arrow, _box, _drawing, _text, lanes, owners
-from fusebook.page.show import Shown
+from fusebook.lesson._draw import _AMBER, _BLUE, _WIDTH, _arrow, _box, _drawing, _text, lanes, owners
+from fusebook.lesson._show import Shown
 
 __all__ = [
     "band",

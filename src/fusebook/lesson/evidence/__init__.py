@@ -60,8 +60,8 @@ from typing import Any
 from fusebook import tables
 from fusebook.cards import OPS
 from fusebook.extras import extra
+from fusebook.lesson import _place
 from fusebook.measure import machine, record
-from fusebook.page import _place
 
 with extra("book"):
     import pandas as pd
@@ -80,7 +80,7 @@ class NotRecorded(LookupError):
 
 @dataclass(frozen=True)
 class Recorded:
-    """Rows of an operator's record, as `fusebook.page.results` takes them.
+    """Rows of an operator's record, as a lesson asks for them.
 
     Attributes
     ----------
@@ -359,7 +359,7 @@ def _named(key: Any) -> str:
 
 
 def lessons() -> list[str]:
-    """The names of all lessons that have evidence; every other page is still in its old form."""
+    """The names of all lessons that have evidence."""
     import pkgutil
 
     return sorted(found.name for found in pkgutil.iter_modules(__path__) if found.name.startswith("plot_"))

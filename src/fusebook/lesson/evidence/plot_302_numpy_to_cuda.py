@@ -23,13 +23,12 @@ import torch
 import fusebook
 from fusebook import tables
 from fusebook.extras import extra
-from fusebook.lesson import _numbers, picture
+from fusebook.lesson import _numbers, _place, _show, picture
 from fusebook.lesson._page import Page, _or_banner
+from fusebook.lesson._results import measured
+from fusebook.lesson._show import Shown
 from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded, Recorded, within_tolerance
 from fusebook.measure import inputs
-from fusebook.page import _place, show
-from fusebook.page.results import measured
-from fusebook.page.show import Shown
 
 with extra("book"):
     import pandas as pd
@@ -436,7 +435,7 @@ class NumpyPage(Page):
         sizes = graphs(function, *given)
         parts = " and ".join(map(str, sizes))
         many = f"{len(sizes)} graph{'s' * (len(sizes) > 1)}, of {parts} operation{'s' * (sizes[-1] > 1)}"
-        return Shown(f'<p class="fb-check">{show.rich(f"`{function.__name__}`: {many}.")}</p>', many)._now()
+        return Shown(f'<p class="fb-check">{_show.rich(f"`{function.__name__}`: {many}.")}</p>', many)._now()
 
     @_or_banner
     def steps(self, **steps: Callable[..., Any]) -> Shown:
@@ -464,7 +463,7 @@ class NumpyPage(Page):
         wide.index.name = wide.columns.name = None
         empty = "; empty: none, or not measured" if wide.isna().any(axis=None) else ""
         caption = f"Latency with {n:,} points and two centres{empty}; {_numbers.origin(frame)}"
-        return show.table(wide, caption, fold=False)
+        return _show.table(wide, caption, fold=False)
 
     def _record(self) -> None:
         with contextlib.suppress(ModuleNotFoundError):  # SciPy and scikit-learn, which the last frame is about
@@ -488,7 +487,7 @@ class NumpyPage(Page):
             told.append(
                 f"**A check** adds {_numbers.microseconds(more)} to the latency of a call with labels in int64."
             )
-        made = show.table(
+        made = _show.table(
             wide,
             f"{EXAMPLE['n']:,} points on the GPU, float32, by the dtype of labels; here torch.compile compiles PyTorch "
             f"code; {_numbers.origin(frame)}",
@@ -502,7 +501,7 @@ PAGE = NumpyPage
 
 
 def _folded(title: str, code: str, language: str) -> str:
-    text = show._coloured(code, language)
+    text = _show._coloured(code, language)
     return (
         f'<details class="fb-fold"><summary>{html.escape(title)}</summary><div class="highlight notranslate">'
         f'<pre tabindex="0">{text}</pre></div></details>'

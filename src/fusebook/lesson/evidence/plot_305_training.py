@@ -22,8 +22,10 @@ import fusebook
 from fusebook import tables
 from fusebook.cards import OPS
 from fusebook.extras import extra
-from fusebook.lesson import _memory, _numbers
+from fusebook.lesson import _memory, _numbers, _show
 from fusebook.lesson._page import _or_banner
+from fusebook.lesson._results import NoResults, measured
+from fusebook.lesson._show import Shown
 from fusebook.lesson.evidence import (
     Claim,
     Frames,
@@ -35,9 +37,6 @@ from fusebook.lesson.evidence import (
     within_tolerance,
 )
 from fusebook.measure import inputs, timing
-from fusebook.page import show
-from fusebook.page.results import NoResults, measured
-from fusebook.page.show import Shown
 
 with extra("book"):
     import pandas as pd
@@ -483,7 +482,7 @@ class TrainingPage(_memory.MemoryPage):
         columns |= {f"{name}: GiB": some["peak_bytes"] / GIB for name, some in parts.items()}
         wide = pd.DataFrame(columns).sort_values(next(iter(columns)))
         wide.index.name = None
-        made = show.table(
+        made = _show.table(
             wide,
             f"A training step by model and tokens of each of {SEQUENCES} sequences; empty: not measured; "
             f"{_numbers.origin(frame)}",

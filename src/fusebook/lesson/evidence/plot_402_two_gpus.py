@@ -14,10 +14,9 @@ import torch.distributed as dist
 import fusebook
 from fusebook import tables
 from fusebook.extras import extra
-from fusebook.lesson import _numbers, _ranks, picture
+from fusebook.lesson import _numbers, _ranks, _show, picture
 from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded
 from fusebook.measure.inputs import generator
-from fusebook.page import show
 
 with extra("book"):
     import pandas as pd
@@ -391,7 +390,7 @@ def _most(frames: Frames) -> int:
     return int(frames["steps"]["GPUs"].max())
 
 
-def verdict(frames: Frames) -> tuple[list[str], show.Shown]:
+def verdict(frames: Frames) -> tuple[list[str], _show.Shown]:
     """The three sentences of the box, and its bars."""
     gpus, (n, d, k) = _most(frames), CASES[0]
     rows = tables.where(_rows(frames), GPUs=gpus, n=n, d=d, k=k)

@@ -14,11 +14,10 @@ import fusebook
 from fusebook import plots, tables
 from fusebook.extras import extra
 from fusebook.kernels.distributed import allreduce_config
-from fusebook.lesson import _numbers, _ranks, picture
+from fusebook.lesson import _numbers, _ranks, _show, picture
 from fusebook.lesson.evidence import Claim, Frames, Measured, NotRecorded
 from fusebook.measure.inputs import generator
 from fusebook.measure.op import Cost
-from fusebook.page import show
 
 with extra("book"):
     import pandas as pd
@@ -374,7 +373,7 @@ def _rate(frames: Frames) -> float:
 _AT = (64, 4096)
 
 
-def verdict(frames: Frames) -> tuple[list[str], show.Shown]:
+def verdict(frames: Frames) -> tuple[list[str], _show.Shown]:
     """The three sentences of the box, and its bars."""
     wide = _wide(frames)
     gpus = 2

@@ -13,8 +13,11 @@ from torch import Tensor
 from fusebook import plots, tables
 from fusebook.cards.onnxruntime import MODELS, NODES_OF_ONNX_RUNTIME, model
 from fusebook.extras import extra
-from fusebook.lesson import _checks, _numbers, picture
+from fusebook.lesson import _checks, _numbers, _place, _show, picture
+from fusebook.lesson._draw import _AMBER, _BLUE, _WIDTH, _arrow, _box, _drawing, _text
 from fusebook.lesson._page import Page, _or_banner
+from fusebook.lesson._results import measured
+from fusebook.lesson._show import Shown
 from fusebook.lesson.evidence import (
     Claim,
     Frames,
@@ -29,10 +32,6 @@ from fusebook.ort import NODES, Graph, custom_op
 from fusebook.ort.alone import alone
 from fusebook.ort.aot import cached
 from fusebook.ort.custom import C
-from fusebook.page import _place, show
-from fusebook.page.draw import _AMBER, _BLUE, _WIDTH, _arrow, _box, _drawing, _text
-from fusebook.page.results import measured
-from fusebook.page.show import Shown
 
 with extra("book"):
     import pandas as pd
@@ -386,7 +385,7 @@ class OnnxPage(Page):
         """
         text = (C / "library.c").read_text(encoding="utf-8")
         found = [re.search(rf"(?ms)^static Status {name}\(.*?^}}", text) for name in names]
-        code = [show._coloured(part[0], "c") for part in found if part]
+        code = [_show._coloured(part[0], "c") for part in found if part]
         made = "".join(f'<div class="highlight notranslate"><pre tabindex="0">{part}</pre></div>' for part in code)
         title = f"From machine code to a launch, in C: {' and '.join(f'<code>{name}</code>' for name in names)}"
         return Shown(
@@ -428,7 +427,7 @@ class OnnxPage(Page):
         renamed = spec.renamed(frame)
         self.frames.known["steps"] = renamed
         _place.remember("gains", self.frames)
-        return show.table(
+        return _show.table(
             staircase(renamed), f"Microseconds of a run by size, float32; {_numbers.origin(frame)}", fold=False
         )
 
@@ -451,7 +450,7 @@ class OnnxPage(Page):
             }
             for name in (CHAIN, CALLBACK, BUILT)
         }
-        made = show.table(
+        made = _show.table(
             pd.DataFrame.from_dict(rows, orient="index"),
             "By latency of a run over recorded sizes and dtypes; the fastest = 1",
             fold=False,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 
+from fusebook.lesson._show import Shown, rich
 from fusebook.measure.op import Cost
-from fusebook.page.show import Shown, rich
 
 __all__ = ["lanes", "owners", "traffic"]
 

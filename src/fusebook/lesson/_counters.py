@@ -18,8 +18,8 @@ from typing import Any
 import pandas as pd
 import torch
 
-from fusebook.page import _place
-from fusebook.page.results import NoResults, measured
+from fusebook.lesson import _place
+from fusebook.lesson._results import NoResults, measured
 
 __all__ = ["counters"]
 
@@ -46,13 +46,13 @@ def counters(name: str, steps: Steps, script: str = "", code_of: Sequence[Any] =
     Parameters
     ----------
     name : str
-        Of the record, see `fusebook.page.measured`.
+        Of the record, as of ``measured``.
     steps : callable
         Returns, by name, what is called without arguments.
     script : str, optional
         The file that is run again; the one in which `steps` is defined unless given.
     code_of : sequence
-        As of `fusebook.page.measured`.
+        As of ``measured``.
 
     Returns
     -------

@@ -9,9 +9,9 @@ from typing import Any
 import pandas as pd
 import torch
 
+from fusebook.lesson._show import Shown, rich
 from fusebook.measure import check
 from fusebook.measure.op import Cost, Op
-from fusebook.page.show import Shown, rich
 
 __all__ = ["Claim", "Claims", "exercise"]
 

@@ -24,9 +24,9 @@ import torch
 from triton.runtime.jit import KernelInterface
 
 from fusebook import tables
+from fusebook.lesson import _place
 from fusebook.measure import bench, machine
 from fusebook.measure.bench import Origin
-from fusebook.page import _place
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

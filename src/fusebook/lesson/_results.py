@@ -16,11 +16,11 @@ import pandas as pd
 import torch
 
 from fusebook.cards import OPS
+from fusebook.lesson import _place
+from fusebook.lesson._show import Shown, rich
 from fusebook.measure import bench, check, explore, inputs, machine, record, sources
 from fusebook.measure.bench import Origin
 from fusebook.measure.op import Dims, Op
-from fusebook.page import _place
-from fusebook.page.show import Shown, rich
 
 __all__ = [
     "NoResults", "Study", "explored", "measured", "options", "records", "results", "study",
@@ -93,14 +93,14 @@ class Study:
     repeat: int
 
     def results(self, op: Op | None = None, **other: Any) -> pd.DataFrame:
-        """Results as the page was asked for them, see `fusebook.page.results`.
+        """Results as the page was asked for them, see ``results``.
 
         Parameters
         ----------
         op : Op, optional
             Another operator than the page's.
         **other
-            Arguments of `fusebook.page.results` to be given otherwise: ``config``, ``dtype``, ``variants``, ``live``.
+            Arguments of ``results`` to be given otherwise: ``config``, ``dtype``, ``variants``, ``live``.
         """
         asked = {"config": self.config, "dtype": self.dtype, "warmup": self.warmup, "repeat": self.repeat}
         return results(op or self.op, **{**asked, **other})
