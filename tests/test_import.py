@@ -129,6 +129,8 @@ def test_a_module_that_moved_is_named():
     for name in ("bench", "record"):
         with pytest.raises(ModuleNotFoundError, match=rf"fusebook\.{name} moved: use fusebook\.measure\.{name}"):
             importlib.import_module(f"fusebook.{name}")
+    with pytest.raises(ModuleNotFoundError, match=r"use fusebook\.lesson$"):
+        importlib.import_module("fusebook.page")
     with pytest.raises(ModuleNotFoundError, match=r"use fusebook\.measure\.sources"):
         from fusebook import digests  # noqa: F401
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
