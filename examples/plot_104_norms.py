@@ -3,8 +3,8 @@ RMSNorm, its residual and its gradient
 ======================================
 
 A transformer normalises its hidden state twice per layer. In eager PyTorch,
-this moves nine times the memory it has to. We write the norm as one Triton
-kernel, let it add the residual too, and then write its gradient.
+this moves nine times the bytes it has to. We write it as one Triton kernel,
+add the residual to it, and then write its gradient.
 
 You will learn
 
@@ -105,7 +105,7 @@ page.check(norm_one_row, x, weight)
 #
 # A row of 256 bfloat16 elements is only 512 bytes: each of 128 threads loads
 # two elements and then waits for memory. Here a program owns ROWS rows, as a
-# tile with two dimensions. The lines with a comment differ from step 1.
+# 2-D tile. The lines with a comment differ from step 1.
 
 
 @triton.jit
@@ -312,8 +312,8 @@ page.check_all(norm_one_row, norm_rows)
 page.plot("bandwidth", over="N")
 
 # %%
-# In the table, 100 % is a copy of the bytes that a step has to move, by
-# PyTorch. A kernel can be faster than that copy.
+# In the table, 100 % is PyTorch's copy of the bytes that a step has to move. A
+# kernel can be faster.
 
 steps = {"one_row": norm_one_row, "rows": norm_rows}
 steps |= {"two_kernels": two_kernels, "residual": add_norm}
@@ -356,8 +356,8 @@ page.use()
 # Exercises
 # ---------
 #
-# Each function is incorrect, and the line below it names a wrong element of
-# its result. Fix it and run the cell again. No GPU is needed.
+# Each function is incorrect, and the line below it says where. Fix it and run
+# the cell again. No GPU is needed.
 #
 # 1. Weights around one
 # ~~~~~~~~~~~~~~~~~~~~~

@@ -338,10 +338,10 @@ loss.backward()  # returns that gradient; scaling it costs one pass
 #   In the table it counts as the *output*. With ``inplace=True`` the gradient
 #   overwrites the logits instead.
 # - **Options.** A class that does not exist gives NaN on a GPU. ``check=True``
-#   waits for the GPU and raises an error.
+#   waits and raises an error.
 # - **Rows** of more than ``2**20`` classes (4096 in float64) go to torch.
-# - **Launch times** below are those of loss and gradient together. torch
-#   computes the gradient by autograd.
+# - **Launch times** below are those of loss and gradient together, for torch
+#   with autograd.
 # - **Logits from a linear layer**, as in a language model, need not be stored:
 #   see :doc:`fusebook.linear_cross_entropy <plot_108_chunked_head>`.
 # - **Do not use** ``inplace`` when something else reads the logits.

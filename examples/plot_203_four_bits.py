@@ -132,8 +132,7 @@ page.check(matmul_shift, *given)
 # %%
 # x has large values and rows far from zero. The error is relative to float64
 # with the same codes, in *eps*, the distance from 1 to the next float16. *SASS
-# per weight* counts the machine instructions of the compiled loop, for one row
-# of x.
+# per weight* counts machine instructions of the loop, for one row of x.
 #
 # A program is one warp. It owns four rows of the weight and one row of x, or
 # four elements of the result. A thread loads four words of a row at once. A
@@ -189,11 +188,11 @@ def numbers(words, PLAIN: tl.constexpr):
 
 
 # %%
-# Every second code is four bits higher, so it arrives 16 times as large:
-# (1024 + 16 * code) / 16 - 72 is code - 8. The products are float16 too, and
-# the compiler makes pairs of them. Four are added before float32 takes over,
-# which costs accuracy: see the error. A scale is multiplied once for the four
-# words of a thread, not once per word: ``WORDS=4``.
+# Every second code is four bits higher, so it arrives 16 times as large: (1024
+# + 16 * code) / 16 - 72 is code - 8. The products are float16 too, and the
+# compiler makes pairs of them. Four are added before float32 takes over, which
+# costs accuracy: see the error. A scale is multiplied once for the four words
+# of a thread: ``WORDS=4``.
 
 
 @triton.jit
@@ -324,7 +323,7 @@ page.plot("times", over="M")
 # moves as many bytes. Lines of code are those of kernel and launcher.
 # *tinygemm* is torch's own kernel for weights of four bits, in bfloat16.
 # Marlin is written in CUDA C++ and is built separately. Its published times
-# are in the evidence, which is linked below.
+# are in the evidence, linked below.
 
 steps = {"shift": matmul_shift, "pairs": matmul_pairs}
 page.steps(float16=matmul_float16, **steps, tensor=matmul_tensor)
@@ -366,7 +365,7 @@ page.use()
 #
 # With *zero points* a code's value is (code - zero) * scale, and each group
 # has its own zero. This function ignores them. Fix it and run its cell again.
-# Change no kernel: sums of x over the groups are all that is missing.
+# Change no kernel: only sums of x over the groups are missing.
 
 
 def with_zeros(x, codes, scales, zeros):

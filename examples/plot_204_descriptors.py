@@ -4,7 +4,7 @@ Descriptors and persistent kernels: no wait between tiles
 
 The matmul of page 201 waits: for addresses, for the first loads of a tile, and
 for a launch. GPUs from NVIDIA's Hopper on can hide each of these waits. We
-remove them one at a time, and change a few lines for each.
+remove them one by one, with a few lines each.
 
 You will learn
 
@@ -123,10 +123,10 @@ page.check(matmul_pointers, *given)
 # feed the :term:`tensor cores <tensor core>`.
 #
 # Hopper has a copy engine in each multiprocessor, the :term:`TMA`. A *tensor
-# descriptor* says where a tensor begins, how large it is, its strides, and how
-# large a tile is. One thread asks for a tile by its coordinates, and the
-# engine brings it to :term:`shared memory`. What is outside the tensor arrives
-# as zero and is not stored, so all masks go.
+# descriptor* holds a tensor's address, sizes and strides, and the size of a
+# tile. One thread asks for a tile by its coordinates, and the engine brings it
+# to :term:`shared memory`. Outside the tensor it brings zeros and stores
+# nothing, so masks go.
 
 
 @triton.jit
@@ -196,13 +196,11 @@ page.check(matmul_descriptors, *given)
 #
 # A program of step 2 waits for its first loads, and loads nothing while it
 # stores its tile. A :term:`persistent kernel` has one program for each
-# multiprocessor. It takes one tile after another, and its loads run ahead into
-# the next tile.
+# multiprocessor. It takes one tile after another, and loads ahead.
 #
 # A tile with K = 4096 takes 64 turns of the loop. We guess that the first
-# loads take as long as three turns, and the store as long as two. The loads
-# can be hidden, and part of the store: **we predict 7 % at most**, 5 of 69
-# turns.
+# loads take three turns, and the store two. The loads can be hidden, and part
+# of the store: **we predict 7 % at most**, 5 of 69 turns.
 
 spans = {"step 2: loads": [(0, 4, "tile 0"), (7, 11, "tile 132")]}
 spans["step 2: multiplies"] = [(1, 5, "tile 0"), (8, 12, "tile 132")]
@@ -338,8 +336,8 @@ page.findings()
 # When to use it
 # --------------
 #
-# The library launches its kernel where a table says that it is faster than
-# torch's matmuls. ``strategy="fused"`` always launches it:
+# The library launches its kernel where a table says it beats torch.
+# ``strategy="fused"`` always does:
 
 x, w0, w1 = given
 y = fusebook.concat_gemm(x, [w0, w1], strategy="fused")
@@ -350,10 +348,8 @@ y = fusebook.concat_gemm(x, [w0, w1], strategy="fused")
 # - **Use a persistent kernel** where there are more tiles than
 #   multiprocessors. Its programs hold every multiprocessor until the end, so
 #   kernels of other streams have to wait.
-# - **Do not write one** for a plain matmul: torch's are hard to beat. Write
-#   one for what torch cannot do in one launch.
-# - **Checks.** ``fusebook.concat_gemm`` has no ``check=``: only shapes and
-#   dtypes are compared, and no call waits for the GPU.
+# - **Do not write one** for a plain matmul: torch's are hard to beat.
+# - **Checks.** There is no ``check=``, and no call waits for the GPU.
 
 page.use()
 
@@ -371,14 +367,14 @@ page.use()
 # Exercises
 # ---------
 #
-# Each function is incorrect, and the line below it names a wrong element of
-# its result. Fix it and run its cell again. No GPU is needed.
+# Each function is incorrect, and the line below it says where. Fix it and run
+# its cell again. No GPU is needed.
 #
 # 1. Equal shares
 # ~~~~~~~~~~~~~~~
 #
 # How many of 2 x 32 tiles does each of 12 programs take in step 3? Here both
-# weights begin with program 0, so some programs take six and others four.
+# weights begin with program 0, so some take six and others four.
 
 
 def shares(program):
