@@ -33,7 +33,7 @@ page.verdict()
 
 # %%
 # Each lesson of this book begins with such a box. At the end of this page you
-# know how its times were taken.
+# know how the times in it were taken.
 #
 # First, is it correct?
 # ---------------------
@@ -67,8 +67,9 @@ page.check(double, x)
 # %%
 # A kernel that writes half of its output takes half of the time. It can pass a
 # test, too. PyTorch keeps memory that was freed, and hands it out again. If a
-# test computes the expected result first and frees it, the kernel's output can
-# begin in this memory. So tests *poison* it: they leave NaN there.
+# test computes the expected result first and frees it, the kernel's output may
+# get this memory, with all correct elements in it. So tests *poison* it: they
+# leave NaN there.
 
 used = x + x  # memory that holds the expected result
 assert torch.equal(double_into(used, x, part=2), x + x)  # careless: passes
@@ -103,8 +104,8 @@ page.picture.lanes(caption, spans, [("CPU", 3, "GPU", 3)])
 #
 # ``torch.cuda.synchronize`` waits until the GPU has nothing left to do. We
 # wait before the first reading as well, so that older work is not counted. The
-# number in each heading compares the time that a stopwatch shows with the time
-# of the one before. It is the same copy, so *slower* means a longer reading.
+# number in each heading compares what this stopwatch shows with what the one
+# before it shows. Both time the same copy, so *slower* means a longer reading.
 
 
 def wait(call):
@@ -167,10 +168,11 @@ def events(call, before=lambda: None):
 # have. In a program, other kernels have run since. So we *flush*: we write a
 # buffer that is several times larger than the cache.
 #
-# A flush that ends in writes leaves dirty lines in the cache, and the timed
-# kernel has to write them back. Therefore we read the buffer at the end. The
-# flush has a second use: Python queues the call while the flush runs. So the
-# GPU does not wait for Python between the two events.
+# After a flush that ends in writes, the cache holds data that memory does not
+# have yet (*dirty lines*). The timed kernel then has to write it back.
+# Therefore we read the buffer at the end. The flush has a second use: Python
+# queues the call while the flush runs. So the GPU does not wait for Python
+# between the two events.
 
 
 def flushed(call):
@@ -191,7 +193,7 @@ page.picture.lanes(caption, spans, [("CPU", 2, "GPU", 2)])
 
 # %%
 # This is the clock of most numbers in this book, *GPU time with a cold L2
-# cache*. ``fusebook.measure.timing`` has it with more care: it takes several
+# cache*. ``fusebook.measure.timing`` takes it with more care: it calls several
 # functions in turn, and flushes until Python has queued the call.
 #
 # How fast is it?
@@ -208,21 +210,22 @@ page.findings()
 # %%
 # More mistakes are on the evidence page, each with its measurement. Zeros are
 # multiplied faster than random elements, as they need less power. On the CPU,
-# a fresh result pays for its memory pages. A datasheet has the bandwidth of a
-# bus, not of a copy. So the *roofline* of this book is a measured copy.
+# the first write to new memory takes longer. A datasheet has the bandwidth of
+# a bus, not of a copy. So the :term:`roofline` of this book, the least time
+# for given bytes, is that of a measured copy.
 #
 # .. _measuring-use:
 #
 # When to use it
 # --------------
 #
-# There are five times, each for another question. Never compare two of
-# different names.
+# There are five kinds of time, each for another question. Compare only times
+# of one kind.
 #
 # - **GPU time, cold L2**: how long does the kernel take in a program?
 # - **GPU time, warm**: how long, if its data is still in the L2 cache?
 # - **CPU launch time**: how long does Python take to queue it?
-# - **End-to-end time**: how long does a call take in a program of many? It is
+# - **End-to-end time**: how long does each of many calls in a row take? It is
 #   the larger of CPU launch time and GPU time.
 # - **Latency**: how long does a caller wait who needs the result at once?
 #

@@ -4,8 +4,8 @@ Launching: where the microseconds go
 
 A small kernel is over before Python has launched the next one, so the GPU
 waits for the CPU. We measure what a launch does, part by part. Then we write
-what the library launches with: a *plan*, which keeps all that a launch finds
-out. A CUDA graph leaves nothing to launch at all.
+what the library launches with: a *plan*, which keeps what the first launch has
+found out. A CUDA graph leaves nothing to launch at all.
 
 You will learn
 
@@ -64,7 +64,8 @@ def eager(x):
 # Step 1: brackets {gain brackets at N=64}
 # ----------------------------------------
 #
-# This launch is that of every tutorial, and of most pages of this book.
+# Tutorials launch a kernel like this, and so do most pages of this book. A
+# program owns 1024 adjacent elements. It reads them from x and writes y.
 
 
 @triton.jit
@@ -86,8 +87,8 @@ page.check(brackets, x)
 
 # %%
 # ``kernel[grid](...)`` has to find the compiled kernel first. Triton compiles
-# a kernel again for other dtypes, for a size that 16 divides, and for an
-# address that 16 divides. So each call looks at each argument in Python.
+# one variant for each dtype, and others where 16 divides a size or an address.
+# So each call looks at each argument in Python.
 
 # %%
 # .. _launching-plan:
@@ -97,8 +98,8 @@ page.check(brackets, x)
 #
 # Two calls with the same size, dtype, device and alignment launch the same
 # kernel on the same grid. Only the addresses, the result's memory and the
-# stream can differ. A *plan* is a function with all the rest filled in. It is
-# kept in a cache whose key is what the rest depends on.
+# :term:`stream` can differ. A *plan* is a function with all the rest filled
+# in. A cache keeps it under a key: all that the rest depends on.
 
 page.picture.routes(
     "What each call looks up, and what it finds there.",
@@ -112,7 +113,8 @@ page.picture.routes(
 
 # %%
 # ``functools.lru_cache`` is such a cache: the arguments of ``plan_of`` are the
-# key. A first launch compiles, on memory of the same alignment.
+# key. The first call with a key compiles the kernel, by a launch on memory of
+# the same alignment.
 
 
 @functools.lru_cache(maxsize=1000)  # bounded: a size may never come again
@@ -147,7 +149,7 @@ page.check(planned, x)
 
 # %%
 # Where does the time go now? We time each part of a planned call alone. The
-# launch includes its addresses and its stream.
+# part *launch* includes addresses and stream.
 
 
 def parts_of_a_call():
@@ -186,7 +188,8 @@ page.picture.bars("CPU time of the parts of a planned call", us, texts)
 # %%
 # Triton's launcher and the driver take most of it, and then the allocator of
 # torch. The library's own cache goes one step further. Triton's launcher is a
-# Python object around a function in C, and a replay calls that function.
+# Python object around a function in C, and the library's plans call that
+# function.
 #
 # Graphs: nothing to launch
 # -------------------------
@@ -210,15 +213,16 @@ spans["GPU"] = [(0, 4, "waits"), *kernels]
 page.picture.lanes("The same three kernels in a graph.", spans, arrows[:1])
 
 # %%
-# ``torch.compile`` has another cost. Before each call, generated code
-# compares all that was traced with the arguments. So a compiled program of one
-# small kernel is slower to launch than torch's operator.
+# ``torch.compile`` has another cost. Before each call, generated code checks
+# that the arguments are like those it was compiled for. So a compiled program
+# of one small kernel is slower to launch than torch's operator.
 #
 # Is it correct?
 # --------------
 #
-# A cache is correct until something changes that is not in its key. This one
-# looks at no strides, and would launch the same plan for every second column:
+# A cache is correct until something changes that is not in its key. This
+# function looks at no strides. For every second column of a matrix it launches
+# the plan of a whole one:
 
 
 def forgetful(x):
@@ -231,8 +235,8 @@ page.catches(forgetful, packed=x, strided=x[:, ::2])
 
 # %%
 # Step 2 must notice other data in the same memory, another address, alignment,
-# shape or dtype, and other strides. The last view negates: its memory holds
-# other numbers than the view.
+# shape or dtype, and other strides. The last view is negated: PyTorch changes
+# the sign when it reads the memory.
 
 memory = torch.randn(33 * 33 + 1, device=x.device)
 square = memory[:-1].view(33, 33)
@@ -278,8 +282,8 @@ page.use()
 # Takeaways
 # ---------
 #
-# - Compare CPU launch time with GPU time before you tune a kernel. Small calls
-#   are launches.
+# - Compare CPU launch time with GPU time before you tune a kernel. In a small
+#   call, the launch takes most of the time.
 # - A cache is as good as its key. List what may change, and test each change.
 # - What may change from call to call stays out of the plan: addresses, memory
 #   and the stream.

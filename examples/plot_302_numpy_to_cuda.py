@@ -4,7 +4,7 @@ From NumPy to CUDA: torch.compile
 
 One line of NumPy says which centre is nearest to each point. torch.compile
 turns this line into C++ for a CPU and into Triton for a GPU. We count what it
-can save, write the kernel that it has to find, and look at what it made.
+can save, write the kernel that it should find, and look at what it generates.
 
 You will learn
 
@@ -54,8 +54,9 @@ page.picture.segments("Words of eight bytes, in float64", moved, "N")
 # The goal: one kernel
 # --------------------
 #
-# By hand, on a GPU, it is this. A program owns BLOCK points. Coordinates,
-# differences and distances stay in registers.
+# This is the kernel, written by hand for a GPU. A program owns BLOCK points.
+# Coordinates, differences and distances stay in registers, and only labels are
+# written.
 
 
 @triton.jit
@@ -131,8 +132,8 @@ def arrays(X, means):
 # -----------------------------------------------------------------
 #
 # Most of the time of step 1 is copies. With tensors in and out there are none.
-# The line between is still NumPy, and ``.numpy()`` copies nothing, as it is
-# compiled too:
+# The line in the middle is still NumPy. ``.numpy()`` copies nothing, as the
+# compiler removes it:
 
 
 @torch.compile(dynamic=False)
@@ -143,7 +144,8 @@ def tensors(points, centres):
 page.generated()
 
 # %%
-# That is the kernel by hand, with square roots and with care for NaN.
+# The generated kernel does what the one by hand does. It also takes square
+# roots and handles NaN.
 #
 # Is it correct?
 # --------------
@@ -171,7 +173,7 @@ page.catches(exchanged, diagonal=diagonal, crooked=crooked)
 # ---------------
 #
 # *Latency* is the time of one call, from Python until the GPU has finished. A
-# label takes eight bytes in either dtype.
+# label takes eight bytes for points of either dtype.
 
 page.steps(numpy=nearest, arrays=arrays, tensors=tensors, kernel=by_hand)
 
@@ -181,8 +183,8 @@ page.findings()
 
 # %%
 # In float32 the library's function gains before its kernel starts. In each
-# call torch.compile checks whether its code still fits the arguments. The
-# kernels themselves take the GPU about as long as each other.
+# call torch.compile first checks whether its code still fits the arguments.
+# The GPU time of the two kernels is about the same.
 #
 # What breaks a graph
 # -------------------
@@ -215,9 +217,9 @@ page.graphs(branchless, ones)
 # %%
 # A loop with a known number of turns is unrolled. For one that ends when
 # something has converged, compile its body. Creation functions such as
-# ``np.zeros`` make float64, and all that meets it becomes float64. Set
-# ``torch._dynamo.config.numpy_default_float = "float32"`` before anything is
-# compiled.
+# ``np.zeros`` make float64, and so does each operation that takes their
+# result. Set ``torch._dynamo.config.numpy_default_float = "float32"`` before
+# anything is compiled.
 #
 # .. _numpy-use:
 #
@@ -230,8 +232,9 @@ page.graphs(branchless, ones)
 labels = fusebook.kmeans_assign(points, centres, check=False)
 
 # %%
-# - **Checks.** ``check=True``, the default, refuses NaN, infinities and points
-#   whose distances are out of range. It waits for the GPU.
+# - **Checks.** ``check=True``, the default, raises an error for NaN,
+#   infinities, and points whose distances are out of range. It waits for the
+#   GPU.
 # - **Labels.** ``label_dtype=torch.uint8`` writes an eighth of the bytes.
 # - **Related.** ``fusebook.kmeans`` finds the centres, too.
 
@@ -278,8 +281,8 @@ page.exercise(manhattan, manhattan_in_torch, [(spread, spread[:2])])
 # 2. The distance
 # ~~~~~~~~~~~~~~~
 #
-# K-means ends when the sum of distances has stopped to fall. Return the
-# distance to the nearest centre. It is in registers already.
+# K-means ends when the sum of distances no longer falls. Return the distance
+# to the nearest centre. It is in registers already.
 
 
 def how_far(points, centres):

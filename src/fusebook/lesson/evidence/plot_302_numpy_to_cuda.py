@@ -49,7 +49,7 @@ _SAID = {
     "numpy": "NumPy",
     "arrays": "step 1, arrays",
     "copies": "copies of step 1 alone",
-    "copies, old": "the same, labels to old memory",
+    "copies, old": "the same, labels to used memory",
     "tensors": "step 2, tensors",
     "kernel": "kernel by hand",
     "fusebook": "fusebook.kmeans_assign",
