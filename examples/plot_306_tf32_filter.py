@@ -3,8 +3,9 @@ A TF32 filter with an error bound
 =================================
 
 Tensor cores are fastest where they are least precise. We use them for an exact
-result: a matmul in TF32 decides most points, and knows which ones it cannot
-decide. A second kernel computes only these in float64.
+result: a matmul in TF32, which is float32 with fewer bits, decides most
+points. It marks those that it cannot decide, and a second kernel computes only
+these in float64.
 
 You will learn
 
@@ -38,7 +39,7 @@ page.verdict()
 # .. math:: |x - c|^2 = |x|^2 - 2\, x \cdot c + |c|^2
 #
 # contains a matmul, and :math:`|x|^2` is the same for all centres. So
-# ``torch.cdist`` computes a matmul too, from 25 rows on:
+# ``torch.cdist`` computes a matmul too, for more than 25 points or centres:
 
 
 def nearest_cdist(points, centres, label_dtype=torch.int64):
@@ -47,8 +48,13 @@ def nearest_cdist(points, centres, label_dtype=torch.int64):
 
 
 # %%
-# Far from the origin, large numbers leave a small one. Float32 loses most
-# digits there, and the same code finds wrong centres:
+# The N k distances are written and read again. With d = 64 and k = 256, that
+# makes nine times the bytes of one kernel, so **we predict** a gain of nine at
+# most.
+#
+# Far from the origin, the formula subtracts large numbers that are almost
+# equal. Float32 loses most digits there, and the same code finds wrong
+# centres:
 
 points, centres, dtype = given = page.stress(150, 20, 70)
 middle = centres.mean(0)
@@ -64,8 +70,8 @@ page.catches(nearest_cdist, near=near, far=far)
 #
 # :term:`Tensor cores <tensor core>` of data centre GPUs multiply float64, too.
 # A program keeps 64 points in registers. It multiplies them with one tile of
-# centres after another, and keeps two numbers of each point: its least
-# distance, and by how much the second is larger. Distances are not written.
+# centres after another, and keeps three numbers of each point: the nearest
+# centre, its distance, and the second least distance. Only labels are written.
 
 
 @triton.jit
@@ -142,9 +148,10 @@ def nearest_float64(points, centres, label_dtype=torch.int64):
 page.check(nearest_float64, *far)
 
 # %%
-# Float64 has digits to spare, and points are converted in registers. So the
-# kernel reads no more than in float32. But the rate of float64 is the lowest
-# that tensor cores have.
+# Float64 has enough digits, even far from the origin. Points are converted in
+# registers, so the kernel reads no more than in float32. But the rate of
+# float64 is the lowest that tensor cores have. So arithmetic is the limit now,
+# and the gain is less than bytes predict.
 
 # %%
 # .. _filter-tf32:
@@ -152,19 +159,20 @@ page.check(nearest_float64, *far)
 # Step 2: TF32 decides most points {gain filtered at N=1000000}
 # -------------------------------------------------------------
 #
-# TF32 keeps eleven bits of each factor. A factor that is cut there is wrong by
-# one part in :math:`2^{10}` at most, and so :math:`2\, x \cdot c` is wrong by
-# little more than :math:`4 \cdot 2^{-10} |x| |c|`. Let the least distance and
-# the second differ by more than both can be wrong. Then **the label is
-# certain**, as exact numbers have the same order. All other points are in a
-# band between two centres:
+# :term:`TF32` keeps eleven bits of each factor. A factor that is cut there is
+# wrong by one part in :math:`2^{10}` at most. With two such factors,
+# :math:`2\, x \cdot c` is wrong by little more than :math:`4 \cdot 2^{-10} |x|
+# |c|`. Suppose that the two least distances differ by more than the errors of
+# both. Then exact distances have the same order, and **the label is certain**.
+# All other points are in a band between two centres:
 
 plane, two, _ = page.stress(200, 2, 2, seed=3)
 page.picture.band(plane.tolist(), two.tolist(), error=0.4)
 
 # %%
-# The kernel puts the numbers of undecided points on a list. A program adds its
-# count to that of all programs, and so gets a place on the list:
+# The kernel puts the numbers of undecided points on a list. A program adds how
+# many it has to a counter in memory. What the counter was before is the
+# program's place on the list:
 
 
 @triton.jit
@@ -211,9 +219,9 @@ page.source("kmeans_assign", fold=True)
 # Is it correct?
 # --------------
 #
-# A bound is worth what the worst data show. These points are halfway between
-# two centres, and one bit decides. A guess of the error, such as a few times
-# its mean, would pass on all other data:
+# Test a bound with the worst data. These points are halfway between two
+# centres, and one bit decides. A guess of the error, such as a few times its
+# mean, would pass on all other data:
 
 halfway = torch.nextafter(centres[:-1] / 2 + centres[1:] / 2, centres[1:])
 page.check(nearest_filtered, halfway, centres, dtype)
@@ -222,10 +230,11 @@ page.check(nearest_filtered, halfway, centres, dtype)
 # How fast is it?
 # ---------------
 #
-# *GPU time* is the time of one call on the GPU, whose L2 cache holds none of
-# the data before (*cold L2*). The points have no clusters, so many of them are
-# undecided. *compiled matmul* is the formula above in one line of PyTorch, by
-# ``torch.compile``. It writes N k distances and reads them again.
+# *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
+# (*cold L2*). The points have no clusters, so many of them are undecided.
+# *compiled matmul* is the formula above in one line of PyTorch, by
+# ``torch.compile``: *torch.compile, product* in the box. It writes N k
+# distances and reads them again.
 
 steps = {"float64": nearest_float64, "filtered": nearest_filtered}
 page.steps(cdist=nearest_cdist, **steps)
@@ -247,8 +256,9 @@ page.findings()
 labels = fusebook.kmeans_assign(points, centres)
 
 # %%
-# - **Checks.** ``check=True``, the default, refuses points that are not finite
-#   or too large to square. It reads them first and waits for the GPU.
+# - **Checks.** ``check=True``, the default, raises an error for points that
+#   are not finite or too large to square. It reads them first and waits for
+#   the GPU.
 # - **Memory.** It allocates the labels and a list of undecided points, and no
 #   distances.
 # - **TF32.** ``torch.backends.cuda.matmul.allow_tf32`` changes nothing here.

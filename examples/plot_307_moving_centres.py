@@ -32,8 +32,8 @@ page.verdict()
 # Why additions wait
 # ------------------
 #
-# Each of N points has a label, the number of its centre. Two sums over the
-# points of a label give the mean: of the points, and of ones.
+# Each of N points has a label, the number of its centre. The mean of a label's
+# points takes two sums: that of the points, and that of ones, their count.
 
 
 def means_eager(points, labels, k):
@@ -44,9 +44,9 @@ def means_eager(points, labels, k):
 
 
 # %%
-# The output has 3k numbers, and with k = 2 ten million additions go to each.
-# On a GPU these are :term:`atomic operations <atomic operation>`, and those
-# that meet in one number are done one after another.
+# The sums are 3k numbers. With k = 2 and 20 million points, ten million
+# additions go to each. On a GPU these are :term:`atomic operations <atomic
+# operation>`, and those that meet in one number are done one after another.
 
 labels_of_eight = [0, 1, 1, 0, 1, 0, 0, 1]
 caption = "An update is a point, and a row is a centre: four additions meet."
@@ -59,8 +59,10 @@ page.picture.owners(caption, labels_of_eight, rows=2)
 # -------------------------------------------------------------
 #
 # A program owns 1024 points. For each centre it adds up its own points in
-# registers, and then adds the result to memory: one atomic addition instead of
-# hundreds. ``tl.where`` leaves out the points of other centres.
+# registers, and then adds the result to memory. With two centres these are six
+# atomic additions for 1024 points, instead of three for each point. **We
+# predict** a gain of hundreds, as there are 512 times fewer. ``tl.where``
+# leaves out the points of other centres.
 
 
 @triton.jit
@@ -92,7 +94,8 @@ page.check(means_registers, points, labels, k)
 # %%
 # Numbers in float32 have 24 bits, so a count stops at 16 million: adding one
 # changes nothing any more. Over 1024 points float32 is enough, and sums of all
-# programs are float64.
+# programs are float64. The gain is below 512, since labels and points still
+# have to be read, and some additions still meet.
 
 # %%
 # .. _centres-parts:
@@ -159,8 +162,8 @@ page.check(means_parts, points, labels, k)
 
 # %%
 # For many centres or coordinates, sums do not fit into registers. There the
-# library sorts points by their labels first. Each program then adds as many
-# neighbours as any other, so a large cluster is the work of many programs.
+# library sorts points by their labels first. Each program then adds the same
+# number of adjacent points, so a large cluster is the work of many programs.
 
 page.source("kmeans_update", fold=True)
 
@@ -171,8 +174,8 @@ page.source("kmeans_update", fold=True)
 # ------------------------------------------------------
 #
 # An iteration finds labels and then reads points and labels again. But the
-# kernel of page 303 has both in registers already. With a few more lines it
-# writes its part as well. The baseline is two calls:
+# kernel of :doc:`plot_303_kmeans` has both in registers already. With a few
+# more lines it writes its part as well. The baseline is two calls:
 
 
 def iterate_two_calls(points, centres, label_dtype=torch.int64):
@@ -226,7 +229,7 @@ both.check(iterate_one_pass, *both.stress(3000, 2, 3))
 # --------------
 #
 # Sums need a wider dtype than points. This code adds in the dtype of the
-# points. In float16 a count stops at 2048:
+# points. In float16 a count stops at 2048, and a sum above 65504 is infinite:
 
 
 def in_their_dtype(points, labels, k):
@@ -241,16 +244,16 @@ page.catches(in_their_dtype, few=few, many=many)
 # How fast is it?
 # ---------------
 #
-# *GPU time* is the time of one call on the GPU, whose L2 cache holds none of
-# the data before (*cold L2*). *sorted* is PyTorch's gradient of an embedding,
-# which sorts. *product* is a matmul with a matrix that has a one for each
-# point. *Skewed* means that nine of ten points are in one cluster.
+# *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
+# (*cold L2*). *sorted* adds as PyTorch's gradient of an embedding does: it
+# sorts first. *product* is a matmul with a k x N matrix of zeros and ones.
+# *Skewed* means that nine of ten points are in one cluster.
 
 page.plot("roof", over="sizes and labels")
 
 # %%
 # The table shows microseconds for 20 million points, two centres and int64
-# labels. An iteration is a label and a new centre.
+# labels. The rows from *two calls* on also find the labels.
 
 steps = {"registers": means_registers, "parts": means_parts}
 iterations = {"two_calls": iterate_two_calls, "one_pass": iterate_one_pass}
@@ -272,8 +275,9 @@ page.findings()
 centres = fusebook.kmeans_update(points, labels, 2)
 
 # %%
-# - **Checks.** ``check=True``, the default, names a label that is out of
-#   range. It waits for the GPU. With ``check=False`` such points are left out.
+# - **Checks.** ``check=True``, the default, raises an error for a label that
+#   is out of range. It waits for the GPU. With ``check=False`` such points are
+#   left out.
 # - **Memory.** It allocates a part for each program. Where it sorts, it also
 #   allocates the labels and an order of all points.
 # - **Empty clusters.** With ``centres=`` they keep their centre. Without it,

@@ -4,7 +4,8 @@ K-means against scikit-learn
 
 K-means alternates between two half-steps until its centres are at rest. We
 write an iteration as two Triton kernels and run it to its end. Then we compare
-whole runs with scikit-learn, from the same start to the same inertia.
+whole runs with scikit-learn, from the same start to the same sum of squared
+distances.
 
 You will learn
 
@@ -52,8 +53,10 @@ def kmeans_eager(points, centres):
 
 # %%
 # On a GPU ``index_add_`` adds with :term:`atomic operations <atomic
-# operation>`, in any order. The same labels may give other last bits, so the
-# loop needs a tolerance, and there is no correct one.
+# operation>`, in any order. Operations on one address wait for each other
+# (:doc:`plot_307_moving_centres`). So **we predict** a large gain for sums in
+# registers. And the same labels may give other last bits. So the loop needs a
+# tolerance, and none is correct for all data.
 #
 # .. _kmeans-loop:
 #
@@ -130,8 +133,8 @@ points, centres, dtype = page.stress(3000, 2, 3)
 page.check(iterate, points, centres, dtype)
 
 # %%
-# A part is float32, since 1024 numbers lose few digits. The sums over all
-# programs are float64.
+# A part is float32, since a sum of 1024 numbers loses few digits. The sums
+# over all programs are float64.
 
 # %%
 # .. _kmeans-ahead:
@@ -150,7 +153,7 @@ page.picture.lanes("Step 1: CPU and GPU take turns.", asking)
 
 # %%
 # But centres at rest stay at rest, so an iteration too many changes nothing.
-# The loop can queue eight of them and ask once. At most seven are wasted.
+# The loop can queue eight iterations and ask once. At most seven are wasted.
 
 
 def kmeans_ahead(points, centres):
@@ -166,7 +169,8 @@ torch.testing.assert_close(kmeans_ahead(points, points[:3]), found.centres)
 
 # %%
 # The library ends with the same centres. It asks after each iteration, as its
-# callers may give a tolerance. Its kernel is page 303's, with sums:
+# callers may give a tolerance. Its kernel is that of :doc:`plot_303_kmeans`,
+# with sums:
 
 page.source("kmeans", fold=True)
 
@@ -218,8 +222,8 @@ def by_scikit_learn(points, first):
 
 # %%
 # *Latency* is the time until the result is there. *torch.compile in a graph*
-# is the loop above, compiled, captured in a :term:`CUDA graph` and replayed as
-# often as the library iterates.
+# is the eager iteration, compiled, captured in a :term:`CUDA graph` and
+# replayed as often as the library iterates.
 
 page.findings()
 
@@ -247,8 +251,8 @@ centres, labels = found.centres, found.labels
 # %%
 # - **Memory.** In the plane it allocates a label for each point, and the parts
 #   of its programs. It holds no distances.
-# - **Checks.** It reads the points once and refuses those that are not finite.
-#   Only whole calls are checked, not each iteration.
+# - **Checks.** It reads the points once and raises an error if one is not
+#   finite. Only whole calls are checked, not each iteration.
 # - **Reproducible.** The same seed gives the same bits in each run.
 
 page.use()

@@ -64,11 +64,11 @@ class EndsPage(LaunchesPage):
         for name, row in zip(("Time", "More coordinates"), rows, strict=True):
             seconds = {n.removesuffix(", s"): s for n, s in row.items() if n.endswith(", s") and s == s}
             own = seconds.pop("fusebook")
-            longer = ", ".join(f"{n} {s / own:.3g}" for n, s in sorted(seconds.items(), key=lambda item: item[1]))
+            ratios = {n: s / own for n, s in sorted(seconds.items(), key=lambda item: item[1])}
             lines.append(
                 f"**{name}.** {row['n']:,} points of {row['d']} coordinates, {row['k']} centres, float32: "
-                f"`fusebook.kmeans` ends after **{_numbers.microseconds(1e6 * own)}**. Others take this many times as "
-                f"long: {longer}."
+                f"`fusebook.kmeans` ends after **{_numbers.microseconds(1e6 * own)}**. "
+                f"{_numbers.compared(ratios)}"
             )
             bars = bars or {**dict(sorted(seconds.items(), key=lambda item: -item[1])), "Fusebook": own}
         caption = "Latency of the first one. With arrays, points are copied to the GPU and the result back. "

@@ -169,7 +169,7 @@ CLAIMS = (
     # The lesson's findings
     Claim(
         "undecided",
-        "The filter of step 2 leaves {least:.0%} and {most:.0%} of the points undecided.",
+        "At the two sizes of the table, step 2 leaves {least:.0%} and {most:.0%} of the points undecided.",
         _doubt,
         "<= 0.25",
         _WIDE.partition("; GPU")[0],
@@ -177,7 +177,7 @@ CLAIMS = (
     ),
     Claim(
         "filter-gain",
-        "It makes the kernel {least:.2x} and {most:.2x} faster than float64 for all points.",
+        "There, step 2 is {least:.2x} and {most:.2x} faster than float64 for all points.",
         _gain("filtered", "float64"),
         "> 1.1",
         _WIDE + "; step 1 over step 2",
@@ -268,8 +268,8 @@ CLAIMS = (
     ),
     Claim(
         "cdist-incorrect",
-        "`torch.cdist` with `argmin` is incorrect far from the origin, and where centres are far from each other: from "
-        "25 rows on it computes a matmul.",
+        "`torch.cdist` with `argmin` is incorrect far from the origin, and where centres are far from each other: for "
+        "more than 25 rows it computes a matmul.",
         lambda frames: _correct(frames, "torch.cdist").drop("blobs"),
         "== 0",
         _LAWS,

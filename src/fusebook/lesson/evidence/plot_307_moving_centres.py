@@ -180,7 +180,7 @@ CLAIMS = (
     ),
     Claim(
         "same-bits",
-        "A hundred iterations of the same points give the same bits.",
+        "An iteration that is repeated a hundred times, from the same centres, gives the same bits each time.",
         lambda frames: frames["interleaved"].set_index(["n", "d", "k"])["same of 100"],
         "== 100",
         "20 million points in the plane and two centres; 1,000,000 x 64 and 256 centres; float32",
