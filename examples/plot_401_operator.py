@@ -2,10 +2,10 @@
 A kernel becomes an operator
 ============================
 
-A function that launches a kernel gives the right elements, and PyTorch knows
-nothing about it. Its gradient is lost, ``torch.vmap`` stops with an error, and
-``torch.export`` cannot trace it. We register the function as an *operator*,
-one ability at a time, and measure what a call of it costs.
+A function that launches a kernel computes the correct elements, and PyTorch
+knows nothing about it. Its gradient is lost, ``torch.vmap`` stops with an
+error, and ``torch.export`` cannot trace it. We register the function as an
+*operator*, one ability at a time, and measure what a call of it costs.
 
 You will learn
 
@@ -92,7 +92,7 @@ x = page.stress(64, 33)
 page.check(function, x)
 
 # %%
-# *eps* is the distance from 1 to the next number. Now we ask for more than a
+# *eps* is the distance from 1 to the next number. Now we request more than a
 # call. Each result below is compared with that of eager code. With
 # ``fullgraph=True``, ``torch.compile`` raises an error where it cannot trace.
 
@@ -134,10 +134,10 @@ answers(function, "call", "grad", "vmap")
 
 # %%
 # The gradient is lost, and nothing says so: a model would train without it.
-# Under vmap there is no address of one row that a launcher could use. Here we
-# do not try to compile it. A compiler traces a program with :term:`fake
-# tensors <fake tensor>`, which have a shape, strides and a dtype, and no
-# memory. A launcher must not take an address of these.
+# Under vmap there is no address of one row that a launcher could use. We do
+# not compile it here. A compiler traces a program with :term:`fake tensors
+# <fake tensor>`, which have a shape, strides and a dtype, and no memory. A
+# launcher must not take an address of these.
 
 # %%
 # .. _operator-custom:
@@ -217,7 +217,7 @@ answers(operator)
 # %%
 # A *batch rule* gets the whole batch, and for each argument the axis of the
 # batch. It returns the result, and the axis in it. SiLU computes each element
-# by itself, so one call does for the whole batch.
+# by itself, so one call is enough for the whole batch.
 
 
 @operator.register_vmap

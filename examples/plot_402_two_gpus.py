@@ -36,9 +36,9 @@ page.verdict()
 # ------------------
 #
 # An iteration labels each point with its nearest centre, and moves each centre
-# to the mean of its points. A GPU can label its points alone. A mean needs all
-# of them: for each of K centres a sum of D coordinates, and a count. These are
-# K (D + 1) numbers, however many points there are.
+# to the mean of its points. A GPU can label its points alone. A mean needs the
+# points of all: for each of K centres a sum of D coordinates, and a count.
+# These are K (D + 1) numbers, however many points there are.
 #
 # ``torchrun`` starts one process per GPU. Each process is a *rank*, a number
 # from 0, and runs this program. NCCL, NVIDIA's library for communication, adds
@@ -55,8 +55,8 @@ def by_nccl(points, centres):
 
 
 # %%
-# ``parts`` [P, K, D + 1] are sums of groups of points, so NCCL takes three
-# launches: one adds the parts, one adds the ranks, and one divides. For a few
+# ``parts`` [P, K, D + 1] are sums of groups of points, so three launches
+# follow: one adds the parts, one adds the ranks, and one divides. For a few
 # bytes, latency is all that counts. One kernel can do the three, so **we
 # predict** that two launches and most of NCCL's latency go.
 
@@ -68,8 +68,9 @@ def by_nccl(points, centres):
 #
 # GPUs of one machine can map each other's memory. To a kernel, ``memory[r]``
 # is a pointer like any other, and a store to it goes over NVLink. This
-# *symmetric memory* has the same shape on every GPU. Here it has a place for
-# the sums of each sender, and two of these take turns.
+# *symmetric memory* has the same shape on every GPU. Here it has two places
+# for the sums of each sender, which take turns. A program owns four centres:
+# it adds their parts, sends the sums, and writes the means.
 
 
 @triton.jit
@@ -153,9 +154,9 @@ def means_by_flag(
 
 # %%
 # All ranks add in the order of ranks, so all get the same bits. The kernel
-# counts its iterations itself, so a CUDA graph of it can be replayed. A GPU
-# may read a sum of iteration t while a fast sender is at t + 1, which writes
-# to the other turn. To be at t + 2, the sender needs this GPU's sums of t + 1.
+# counts its iterations itself, so a CUDA graph of it can be replayed. While a
+# GPU reads sums of iteration t, a fast sender at t + 1 writes to the other
+# place. It gets to t + 2 only with this GPU's sums of t + 1.
 
 
 def launch(kernel, memory, turns, rank, parts, centres, wait=True):
@@ -216,9 +217,8 @@ page.check(kmeans_flag, *given)
 page.picture.words()
 
 # %%
-# A rank that finds the number in a word has that half of the sum, and needs
-# no flag. NCCL calls this its *low-latency* protocol. It doubles the bytes,
-# and of these there are few.
+# A rank that finds the number in a word has that half of the sum, and needs no
+# flag. NCCL calls this its *low-latency* protocol. It doubles the few bytes.
 
 
 @triton.jit
@@ -303,9 +303,9 @@ class SharedMeans:
 
 
 # %%
-# In *weak scaling* each GPU has as many points as one had alone, so the time
-# should stay. In *strong scaling* all have as many together, so the time
-# should be divided by their number N. The table has the share of this ideal.
+# In *weak scaling* each of N GPUs has as many points as a single GPU, so the
+# ideal is the same time. In *strong scaling* all share the points of a single
+# one, so the ideal is its time over N. The table has the share of the ideal.
 # Iterations are in a CUDA graph, and the slowest rank counts.
 
 page.steps(
@@ -315,7 +315,7 @@ page.steps(
 )
 
 # %%
-# By hand, the same ranks are started on one machine, or on two:
+# To start the same ranks by hand, on one machine or on two:
 #
 # .. code-block:: bash
 #
@@ -323,7 +323,7 @@ page.steps(
 #    torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 \
 #        --master-addr first.machine --master-port 29500 plot_402_two_gpus.py
 #
-# The second machine says ``--node-rank 1``. Symmetric memory ends at the
+# The second machine takes ``--node-rank 1``. Symmetric memory is within a
 # machine, so ranks on different machines add by NCCL.
 
 # %%
@@ -348,7 +348,8 @@ page.catches(averaged, alike=alike, given=given)
 # On the GPUs, each implementation runs ten iterations with three kinds of
 # shares. The centres are compared bit by bit, between ranks and with those of
 # one GPU. Then one rank sleeps before each of a thousand iterations, another
-# one each time.
+# one each time. The last findings have no ranks: one process calls k-means
+# jobs on two GPUs.
 
 page.findings()
 
@@ -360,6 +361,7 @@ page.findings()
 #
 # Each rank makes the step once, with all others, and then calls it with its
 # own points. Where GPUs cannot map each other's memory, NCCL adds the sums.
+# **Do not use it** for few points: the exchange takes as long as for many.
 #
 # .. code-block:: python
 #
@@ -379,8 +381,9 @@ page.use()
 # - A kernel that has to run anyway can also send and receive.
 # - A word that carries its own flag needs no second message.
 # - Add in the order of ranks, and all ranks have the same bits.
-# - With one process for several GPUs, small jobs are limited by the CPU, and
-#   switching GPUs costs more. Start a process for each GPU, or replay graphs.
+# - With one process for several GPUs, the CPU limits small jobs, and takes
+#   longer where it switches GPUs. Start a process for each GPU, or replay
+#   graphs.
 #
 # Exercises
 # ---------

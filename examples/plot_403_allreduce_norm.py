@@ -3,12 +3,13 @@ Does fusing communication pay?
 ==============================
 
 A transformer layer that is split over GPUs leaves a part of its result on
-each. NCCL adds the parts, and a kernel normalises the sum. We write one kernel
-that reads the parts of the other GPUs itself, and ask at which sizes it pays.
+each. NCCL, NVIDIA's library for communication, adds the parts (*all-reduce*),
+and a kernel normalises the sum. We write one kernel that reads the parts of
+the other GPUs itself, and ask at which sizes it pays.
 
 You will learn
 
-- what a collective costs for few tokens and for many,
+- what an all-reduce costs for few tokens and for many,
 - how programs on different GPUs wait for each other,
 - how two buffers save a barrier, and which test notices that it is missing.
 
@@ -69,8 +70,8 @@ def reduce_eager(x, residual, weight, eps=1e-6):
 # --------------------------------------------
 #
 # First we fuse what follows the all-reduce, as in :doc:`plot_104_norms`. A
-# program takes rows in turn. It adds any number of parts: here there is one,
-# the sum of NCCL.
+# program takes rows in turn. It reads any number of parts, here one, the sum
+# of NCCL, and writes h and y.
 
 
 @triton.jit
@@ -139,7 +140,8 @@ page.picture.meeting()
 # %%
 # To meet, a program writes a number to its flag in the memory of each other
 # GPU. *Release* means that all its earlier writes arrive before the flag. Then
-# it reads its own flags, with *acquire*, until all others have come as often.
+# it reads its own flags, with *acquire*, until the other GPUs have come as
+# often.
 
 
 @triton.jit
@@ -305,7 +307,8 @@ page.findings()
 # row it moves one row over the link, and four in its own memory: it reads x
 # and r, and writes h and y. GPU memory is several times as fast as the link,
 # so these four cost less than the one. They overlap with other rows, except at
-# the end. The less bandwidth a GPU's memory has, the more is left.
+# the end. In the chain, the norm starts only when the exchange is over. So
+# fusing gains more than predicted for many tokens.
 
 # %%
 # Is it correct?
@@ -349,9 +352,8 @@ page.catches(careless, repeated=given, new=page.stress(37, 300, seed=1))
 #    torch.mm(a, b, out=reduce.part(rows))
 #    y, h = reduce(residual, weight)
 #
-# All ranks make one together and call it together. Sizes and the number of
-# GPUs decide how parts are added, so all ranks decide alike. On one GPU,
-# ``fusebook.add_rms_norm`` does the rest.
+# All ranks make and call it together. It holds two parts of the largest size
+# on each GPU. On one GPU, ``fusebook.add_rms_norm`` does the rest.
 
 y, h = fusebook.add_rms_norm(*given)
 page.use()

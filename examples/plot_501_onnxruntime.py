@@ -52,8 +52,9 @@ page.calls()
 # ----------------------------------------------------------
 #
 # The example is step 2 of :doc:`plot_103_scatter_nd`. *n* rows of D elements
-# are added to a table of zeros, and an index says to which row; -1 is masked.
-# Program *r* owns row *r* of the output. It adds its updates in registers.
+# are added to a table of zeros, and an index says to which row. A row with
+# index -1 is left out (*masked*). Program *r* owns row *r* of the output. It
+# adds its updates in registers.
 
 
 @triton.jit
@@ -245,18 +246,18 @@ y = run()["y"]
 # ---------------
 #
 # *Latency* is the time of one run, from a call in Python until the GPU has
-# finished. *GPU* is GPU time, with no data in the L2 cache before. All memory
-# is bound. 256 x 512 is a table with 512 updates, and 32000 x 4096 is the
-# embedding of a Llama with 2048.
+# finished. *GPU* is GPU time, after the L2 cache was flushed. All memory is
+# bound. The table of 256 x 512 gets 512 updates. That of 32000 x 4096, the
+# embedding of a Llama, gets 2048.
 
 steps = {"callback": callback, "library": library, "built": built}
 page.steps(chain=chain, **steps, captured=captured)
 
 # %%
-# On the small table the chain's own kernels are slow, and after that calls
+# On the small table the chain's kernels are slow. In the single nodes calls
 # decide, as predicted. On the embedding the kernel takes most of the time. Ten
-# sessions take turns in this table, so a run takes longer than in the box at
-# the top. The figure has tables of R rows with 2R updates:
+# sessions are timed in turn here, so a run takes longer than in the box at the
+# top. The figure has tables of R rows with 2R updates:
 
 page.plot("times", over="R")
 

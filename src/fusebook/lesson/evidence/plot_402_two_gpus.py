@@ -522,7 +522,7 @@ CLAIMS = (
     ),
     Claim(
         "bits-of-one",
-        "In the plane, several GPUs give the bits of one in {good} of {count} comparisons.",
+        "In the plane, several GPUs give the same bits as one GPU in {good} of {count} comparisons.",
         lambda frames: _ended(frames, 2),
         f"== {TIMES}",
         "ten iterations of 8 million points, shares cut by `fusebook.kmeans_share`",

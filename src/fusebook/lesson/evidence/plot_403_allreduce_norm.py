@@ -381,7 +381,7 @@ def verdict(frames: Frames) -> tuple[list[str], _show.Shown]:
     at = wide.loc[gpus, columns, tokens].dropna()
     own, best = at["fusebook"], _fastest(wide, NCCL) / wide["fusebook"]
     chains = at[[way for way in CHAINS if way in at]].sort_values()
-    longer = ", ".join(f"{_SAID[name]} {us / own:.3g}" for name, us in chains.items())
+    ratios = {_SAID[str(name)]: us / own for name, us in chains.items()}
     by_gpus = [
         f"{_numbers.times(ratio.median())} faster on {n} GPUs ({_numbers.times(ratio.min())} to "
         f"{_numbers.times(ratio.max())})"
@@ -389,7 +389,7 @@ def verdict(frames: Frames) -> tuple[list[str], _show.Shown]:
     ]
     lines = [
         f"**Time.** `fusebook.AllReduceNorm` takes **{_numbers.microseconds(own)}** of GPU time for {tokens} tokens of "
-        f"{columns} elements on {gpus} GPUs. Others take this many times as long: {longer}.",
+        f"{columns} elements on {gpus} GPUs. {_numbers.compared(ratios)}",
         f"**All sizes.** Compared with NCCL and the fastest norm, it is {' and '.join(by_gpus)}: median and range over "
         f"{len(best.groupby(['columns', 'tokens']))} sizes.",
         "**Fusing** pays on two GPUs. On more, the library adds parts in two steps, and then normalises.",
@@ -510,8 +510,9 @@ CLAIMS = (
     ),
     Claim(
         "own-traffic",
-        "With 4096 tokens on two GPUs, the fused kernel takes {many_least:.2f} to {many_most:.2f} times a copy of the "
-        "other part and a flag. It also moves four times the bytes of a part in its own memory.",
+        "With 4096 tokens on two GPUs, the fused kernel takes {many_least:.2f} to {many_most:.2f} times as long as "
+        "a copy of the other part and a flag. In that time it also moves four times the bytes of a part in its own "
+        "memory.",
         lambda frames: _near(own=True)(frames).loc[[2]],
         "<= 1",
         _SIZES + "; GPU time over that of a copy, a flag and a GPU's own traffic in a row",
@@ -523,8 +524,8 @@ CLAIMS = (
     ),
     Claim(
         "nccl-behind",
-        "For few tokens, NCCL's all-reduces in a row take longer than with another kernel between them. With one that "
-        "reads other memory, both take {least:.2f} to {most:.2f} times as long.",
+        "For few tokens, NCCL's all-reduces are slower right after one another. An all-reduce and a kernel that "
+        "reads other memory take {least:.2f} to {most:.2f} times as long as an all-reduce alone.",
         _of("NCCL, other kernel", "NCCL", most=64),
         "< 1",
         "1 and 64 tokens of 4096 elements; ordinary memory, GPU time in a CUDA graph",

@@ -308,7 +308,7 @@ class OnnxPage(Page):
             f"{us[_SAID[CALLBACK]]:.0f} us as a callback into Python, and **{us[_SAID[BUILT]]:.0f} us** compiled ahead "
             "of time.",
             f"**All sizes.** Over {len(gain)} recorded pairs of size and dtype, the compiled library is "
-            f"{gain.median():.0f}x faster than the chain in the median, and {gain.min():.1f}x at the least.",
+            f"{gain.median():.0f}x faster than the chain in the median, and at least {gain.min():.1f}x.",
             f"**Calls.** An empty run takes the CPU {added['empty']:.0f} us. A callback that launches a kernel adds "
             f"{added['callback'] + added['launch']:.0f} us, and the compiled library {max(added['library'], 0):.0f} "
             "us.",
@@ -591,7 +591,7 @@ CLAIMS = (
     # The lesson's findings
     Claim(
         "scatter-or-fusion",
-        "In GPU time, leaving ONNX Runtime's ScatterND gains {least:.0f}x to {most:.0f}x. To fuse the mask as well "
+        "In GPU time, replacing ONNX Runtime's ScatterND gains {least:.0f}x to {most:.0f}x. Fusing the mask as well "
         "gains another {few:.1f}x to {many:.1f}x.",
         lambda frames: _gain(frames, CHAIN, OF_SHAPE) / _gain(frames, OF_SHAPE, CALLBACK),
         "> 1",
