@@ -49,8 +49,8 @@ def nearest_cdist(points, centres, label_dtype=torch.int64):
 
 # %%
 # The N k distances are written and read again. With d = 64 and k = 256, that
-# makes nine times the bytes of one kernel, so **we predict** a gain of nine at
-# most.
+# makes nine times the bytes of one kernel, so **we predict** a gain of nine
+# where memory is the limit.
 #
 # Far from the origin, the formula subtracts large numbers that are almost
 # equal. Float32 loses most digits there, and the same code finds wrong

@@ -294,7 +294,8 @@ page.steps(
 # %%
 # The figure compares with NCCL and the fastest norm at each size. *Two-shot*
 # is PyTorch's all-reduce on symmetric memory, with the library's norm: each
-# GPU adds a share of the rows, and fetches the other shares.
+# GPU adds a share of the rows, and fetches the other shares. In *one-shot*,
+# each GPU reads all parts.
 
 page.plot("lines", over="M")
 

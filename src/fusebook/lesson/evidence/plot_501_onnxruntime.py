@@ -458,9 +458,9 @@ class OnnxPage(Page):
         lost = tables.ratio(frame, BUILT, CALLBACK)
         worst: Any = lost.idxmax()
         told = [
-            "**Many updates:** the compiled library has fewer kernels than Python has. In GPU time it is slower than "
-            f"the callback at {int((lost > 1 + tables.WITHIN).sum())} of {len(lost)} sizes and dtypes, at worst "
-            f"{_numbers.times(float(lost.max()))} at {worst[0].replace('x', ' x ')} in {worst[1]}.",
+            "**Many updates:** the compiled library has only the kernels that were listed for it. In GPU time it is "
+            f"slower than the callback at {int((lost > 1 + tables.WITHIN).sum())} of {len(lost)} sizes and dtypes, "
+            f"at worst {_numbers.times(float(lost.max()))} at {worst[0].replace('x', ' x ')} in {worst[1]}.",
             "**Memory:** the chain holds a masked copy of all updates, and one node holds none. ONNX Runtime's pool "
             "was not measured.",
         ]
