@@ -306,7 +306,8 @@ class SharedMeans:
 # In *weak scaling* each of N GPUs has as many points as a single GPU, so the
 # ideal is the same time. In *strong scaling* all share the points of a single
 # one, so the ideal is its time over N. The table has the share of the ideal.
-# Iterations are in a CUDA graph, and the slowest rank counts.
+# Iterations are in a CUDA graph, and the slowest rank counts. Labels take most
+# of an iteration, so words gain most where more GPUs share the points.
 
 page.steps(
     nccl=by_nccl,
@@ -348,8 +349,7 @@ page.catches(averaged, alike=alike, given=given)
 # On the GPUs, each implementation runs ten iterations with three kinds of
 # shares. The centres are compared bit by bit, between ranks and with those of
 # one GPU. Then one rank sleeps before each of a thousand iterations, another
-# one each time. The last findings have no ranks: one process calls k-means
-# jobs on two GPUs.
+# one each time. The last findings are of jobs that one process calls.
 
 page.findings()
 
@@ -361,7 +361,7 @@ page.findings()
 #
 # Each rank makes the step once, with all others, and then calls it with its
 # own points. Where GPUs cannot map each other's memory, NCCL adds the sums.
-# **Do not use it** for few points: the exchange takes as long as for many.
+# The exchange takes as long for few points as for many.
 #
 # .. code-block:: python
 #

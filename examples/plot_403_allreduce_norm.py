@@ -308,8 +308,8 @@ page.findings()
 # row it moves one row over the link, and four in its own memory: it reads x
 # and r, and writes h and y. GPU memory is several times as fast as the link,
 # so these four cost less than the one. They overlap with other rows, except at
-# the end. In the chain, the norm starts only when the exchange is over. So
-# fusing gains more than predicted for many tokens.
+# the end. In the chain, the norm starts only when the exchange is over. So on
+# two GPUs fusing gains more than predicted for many tokens.
 
 # %%
 # Is it correct?
