@@ -148,9 +148,13 @@ def test_empty(device):
     none = quantize(torch.empty(16, 0, device=device).half())
     bias = torch.randn(16, device=device).half()
     assert torch.equal(quantized_matmul(torch.empty(2, 0, device=device).half(), none, bias), bias.expand(2, 16))
-    assert quantized_matmul(
-        torch.ones(2, 8, device=device).half(), quantize(torch.empty(0, 8, device=device))
-    ).shape == (2, 0)
+    x = torch.ones(2, 8, device=device).half().requires_grad_()
+    y = quantized_matmul(x, quantize(torch.empty(0, 8, device=device)))
+    y.sum().backward()
+    assert y.shape == (2, 0) and not x.grad.any()
+    x = torch.empty(2, 0, device=device).half().requires_grad_()
+    quantized_swiglu(x, none, none).sum().backward()
+    assert x.grad.shape == (2, 0)
 
 
 @pytest.mark.parametrize("M", [1, 9, 97])
@@ -288,6 +292,7 @@ def refusals(device):
     yield "columns", lambda: quantized_matmul(x[:, 1:], packed), ValueError, r"\[\.\.\., 64\]|64"
     yield "plain", lambda: quantized_matmul(x, weight), TypeError, "call fusebook.quantize first"
     yield "version", lambda: quantized_matmul(x, dataclasses.replace(packed, version=1)), ValueError, "version 1"
+    yield "old codes", lambda: dataclasses.replace(packed, version=1).codes(), ValueError, "version 1"
     yield "bias", lambda: quantized_matmul(x, packed, weight[:, 0].float()), TypeError, "bias"
     yield "bits", lambda: quantize(weight, bits=3), ValueError, "4 or 8"
     yield "group", lambda: quantize(weight, group=100), ValueError, "whole rows"

@@ -581,7 +581,7 @@ class PackedWeight:
     def codes(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return codes, scales and zero points as `from_codes` takes them."""
         (N, K), columns = self.shape, 512 // self.bits
-        words = _halves(self.words)
+        words = _halves(_tensors("PackedWeight.codes", self)[0])
         parts = torch.stack([(words >> self.bits * j) & 2**self.bits - 1 for j in range(32 // self.bits)], -1)
         tiles, blocks = parts.shape[:2]
         parts = parts.to(torch.uint8).view(tiles, blocks, 2, 8, 4, 2, 2, columns // 32, 2)
@@ -834,9 +834,10 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     bias, *packed = ctx.saved_tensors
     weight = _values.call(packed, *ctx.format, dy.dtype)
     wanted = bias is not None and (bias.requires_grad or torch.is_grad_enabled())
+    flat = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])  # with -1 for rows, reshape refuses what is empty
     return (
-        (dy.reshape(-1, dy.shape[-1]) @ weight).view(*dy.shape[:-1], weight.shape[1]), [None] * len(packed), [],
-        dy.reshape(-1, dy.shape[-1]).sum(0) if wanted else None, None, None, None, None,
+        (flat @ weight).view(*dy.shape[:-1], weight.shape[1]), [None] * len(packed), [],
+        flat.sum(0) if wanted else None, None, None, None, None,
     )  # fmt: skip
 
 
@@ -946,7 +947,8 @@ def quantized_swiglu(x: Tensor, gate: PackedWeight, up: PackedWeight) -> Tensor:
     if formats[0] != formats[1]:
         texts = [f"{shape}, {bits} bits, group {group}, zero points {zeros}" for shape, bits, group, zeros in formats]
         raise ValueError(f"{name}: expected weights quantized alike, got {' and '.join(texts)}; quantize both alike")
-    rows = x.numel() // max(1, x.shape[-1]) if isinstance(x, Tensor) and x.dim() else 0
-    if rows > FEW_ROWS or (rows and torch.is_grad_enabled() and x.requires_grad):
+    dense = isinstance(x, Tensor) and x.dim() > 0
+    rows = x.numel() // max(1, x.shape[-1]) if dense else 0
+    if rows > FEW_ROWS or (dense and torch.is_grad_enabled() and x.requires_grad):
         return torch.nn.functional.silu(quantized_matmul(x, gate)) * quantized_matmul(x, up)
     return _matmul.call(x, both[1], both[0], None, *up.shape, up.bits, up.group)
