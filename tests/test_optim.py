@@ -293,6 +293,10 @@ def _other_strides(optimizer, ps):
     ps[0].grad = ps[0].grad.mT.contiguous().mT
 
 
+def _other_strides_of_a_parameter(optimizer, ps):
+    ps[0].data = ps[0].data.mT.contiguous().mT
+
+
 def _none(optimizer, ps):
     ps[2].grad = ps[1].grad = None
 
@@ -318,8 +322,8 @@ def _new_memory(optimizer, ps):
 
 @pytest.mark.parametrize(
     "change",
-    [_other_states, _other_average, _other_count, _other_strides, _none, _a_late_group, _one_less, _another_object,
-     _new_memory],
+    [_other_states, _other_average, _other_count, _other_strides, _other_strides_of_a_parameter, _none, _a_late_group,
+     _one_less, _another_object, _new_memory],
 )  # fmt: skip
 @pytest.mark.parametrize("capturable", [False, True])
 def test_what_changes_between_two_steps_is_noticed(change, capturable, device):

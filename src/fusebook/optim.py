@@ -163,7 +163,7 @@ class AdamW(torch.optim.AdamW):
         states = self.state
         if len(states) != len(self._states) or not (_same(self._keys, states) and _same(self._states, states.values())):
             self._forget()
-        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        capturing = _capturing()
         launches = [(group, *made) for group in self.param_groups for made in self._launches(group, capturing)]
         for i, (group, launch, grads) in enumerate(launches):
             seed = None if group["seed"] is None else _seed(group["seed"]) + i * 0x9E3779B1
@@ -252,12 +252,19 @@ class AdamW(torch.optim.AdamW):
             if launch.count.device != device:  # a copy would wait for the device
                 launch.count_by(torch.full((), launch.count.item(), device=device))
         counting = group["capturable"] or scaling or launch.count.device.type != "cpu"
-        adamw_step(
-            params, grads, *lists,
-            step=launch.count if counting else int(launch.count) + 1, lr=lr, beta1=beta1, beta2=beta2,
-            eps=group["eps"], weight_decay=group["weight_decay"], maximize=group["maximize"],
-            seed=seed if params[0].dtype == torch.bfloat16 else None, **scaling,
-        )  # fmt: skip
+        try:
+            adamw_step(
+                params, grads, *lists,
+                step=launch.count if counting else int(launch.count) + 1, lr=lr, beta1=beta1, beta2=beta2,
+                eps=group["eps"], weight_decay=group["weight_decay"], maximize=group["maximize"],
+                seed=seed if params[0].dtype == torch.bfloat16 else None, **scaling,
+            )  # fmt: skip
+        except ValueError:  # since parameters got other strides, as by Module.to(memory_format=...)
+            if _capturing() or not any([_lay(*of) for of in zip(launch.params, launch.states, strict=True)]):
+                raise
+            launch.check = None
+            self._launch(group, launch, given, seed, scaling)
+            return
         if not counting:
             launch.count_by(launch.count + 1)
 
@@ -294,11 +301,13 @@ class AdamW(torch.optim.AdamW):
             group.setdefault("seed", self.defaults.get("seed"))
             stepped = [p for p in group["params"] if self.state.get(p)]
             for p in stepped:
-                for key in _STATE:
-                    value = self.state[p].get(key)
-                    if value is not None and _local(value).stride() != _local(p).stride():
-                        self.state[p][key] = torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)
+                _lay(p, self.state[p])
             self._share_counts(group, stepped)
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is being captured, whose replays would do again what is done once."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _seed(value: Any) -> int:
@@ -352,6 +361,17 @@ def _placed(t: Any) -> Any:
 def _local(t: Any) -> Any:
     """The part of a DTensor that this process has, or the tensor."""
     return t.to_local() if hasattr(t, "to_local") else t
+
+
+def _lay(p: Tensor, state: dict[str, Any]) -> bool:
+    """Give averages the strides of their parameter; return whether some had others, and all have these now."""
+    strides = _local(p).stride()
+    apart = {key: t for key in _STATE if (t := state.get(key)) is not None and _local(t).stride() != strides}
+    if any(t.shape != p.shape for t in apart.values()):
+        return False
+    for key, t in apart.items():
+        state[key] = torch.empty_like(p, dtype=t.dtype, requires_grad=False).copy_(t)
+    return bool(apart) and all(_local(state[key]).stride() == strides for key in apart)
 
 
 def _gradient(p: Any, local: Tensor) -> Tensor:
