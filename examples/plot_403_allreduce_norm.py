@@ -400,28 +400,7 @@ parts = torch.randn(4, 8, 5, generator=rng)
 page.exercise(two_shot, all_reduced, [(parts,), (parts[:2],)])
 
 # %%
-# 2. What travels
-# ~~~~~~~~~~~~~~~
-#
-# How many bytes of M x N bfloat16 numbers reach each of G GPUs, if it reads
-# all parts, and if it does as in exercise 1? Return both numbers.
-
-
-def arriving(G, M, N):
-    return torch.tensor([2 * G * M * N, 2 * M * N])
-
-
-def arriving_counted(G, M, N):
-    share = M // G
-    one = sum(2 * M * N for r in range(G) if r > 0)
-    two = sum(2 * share * N * 2 for r in range(G) if r > 0)
-    return torch.tensor([one, two])
-
-
-page.exercise(arriving, arriving_counted, [(2, 64, 8), (4, 64, 8)])
-
-# %%
-# 3. How often to meet
+# 2. How often to meet
 # ~~~~~~~~~~~~~~~~~~~~
 #
 # A log has what happens to one buffer, in the order of time: ``w`` where its

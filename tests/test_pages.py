@@ -291,7 +291,7 @@ def compiled(script, copy):
             # What several GPUs share: pointers to the memory of each.
             kinds |= {"turns_ptr": "*i32"} if "turns_ptr" in kinds else {}
             shared = {"memory": "*i64", "flags": "*i32", "parts": pointer}
-            kinds |= {a: (kind, kind) for a, kind in shared.items() if a in kinds}
+            kinds |= {a: (kind, kind) for a, kind in shared.items() if a in kinds and f"{a}_ptr" not in kinds}
             kinds |= {a: f"tensordesc<{pointer[1:]}[16,16]>" for a in kinds if a.endswith("_tiles")}
             kinds |= {"pair_tiles": f"tensordesc<{pointer[1:]}[2,16,16]>"} if "pair_tiles" in kinds else {}
             passed = {"PRODUCTS": getattr(module, "in_pairs", None)}

@@ -14,16 +14,7 @@ def two_shot(parts):
     return out
 
 
-# 2. A GPU has its own part already. In two steps it reads a share of each
-# other part, and then each other share of the sum.
-
-
-def arriving(G, M, N):
-    share = 2 * M * N // G
-    return torch.tensor([(G - 1) * G * share, 2 * (G - 1) * share])
-
-
-# 3. A read is correct between its own write and the next.
+# 2. A read is correct between its own write and the next.
 
 
 def spoiled(log):
