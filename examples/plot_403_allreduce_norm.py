@@ -43,8 +43,8 @@ page.verdict()
 #
 # .. math::
 #
-#    h = r + \\sum_g x_g, \\qquad
-#    y = \\frac{h}{\\sqrt{\\operatorname{mean}(h^2) + \\epsilon}} \\, w
+#    h = r + \sum_g x_g, \qquad
+#    y = \frac{h}{\sqrt{\operatorname{mean}(h^2) + \epsilon}} \, w
 #
 # Each of M rows is a token with N elements. Every GPU needs all of h and y.
 

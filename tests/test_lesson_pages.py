@@ -103,6 +103,7 @@ def test_a_lesson_calls_few_names_a_cell_and_none_that_is_private(path):
 def test_a_lesson_has_its_parts_and_calls_the_library(path):
     text = path.read_text(encoding="utf-8")
     about = evidence.load(path.stem)
+    assert not re.search(r"^#.*\\\\[a-z]", text, re.MULTILINE), "of two backslashes, a formula shows the second"
     function = re.escape(getattr(about, "CALLED", about.OPERATORS[0]))
     headings = re.findall(r"^# (\S.*)\n# -{4,}$", text, re.MULTILINE)
     assert [h for h in headings if h in ("When to use it", "Takeaways", "Exercises", "Evidence")] == [
