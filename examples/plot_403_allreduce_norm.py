@@ -303,13 +303,11 @@ page.plot("lines", over="M")
 page.findings()
 
 # %%
-# Why is the fused kernel no faster than a copy of the other part? Two GPUs
-# must exchange all parts in any case, and a kernel can only hide the rest. Per
-# row it moves one row over the link, and four in its own memory: it reads x
-# and r, and writes h and y. GPU memory is several times as fast as the link,
-# so these four cost less than the one. They overlap with other rows, except at
-# the end. In the chain, the norm starts only when the exchange is over. So on
-# two GPUs fusing gains more than predicted for many tokens.
+# Two GPUs must exchange all parts in any case, and a kernel can only hide the
+# rest. Per row it moves one row over the link, and four in its own memory,
+# which is several times as fast. These overlap with other rows, except at the
+# end. In the chain, the norm starts only when the exchange is over. So on two
+# GPUs fusing gains more than predicted for many tokens.
 
 # %%
 # Is it correct?
