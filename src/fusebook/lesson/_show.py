@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 import pandas as pd
 import torch
-from triton.runtime.jit import KernelInterface
 
 from fusebook import tables
 from fusebook.lesson import _place
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = [
-    "Folded", "Kernels", "Listing", "Source", "downloads", "environment", "lines_behind", "lines_of", "provenance",
+    "Folded", "Listing", "Source", "downloads", "environment", "lines_behind", "lines_of", "provenance",
     "solution", "sortable", "table",
 ]  # fmt: skip
 
@@ -450,21 +449,6 @@ class Source(Shown):
             )
             printed.append(f"# {path}, {where}\n{text}")
         super().__init__("".join(shown), "\n\n".join(printed))
-
-
-class Kernels(Source):
-    """The device code behind public functions: each ``triton.jit`` function that their modules use.
-
-    Parameters
-    ----------
-    *functions : callable
-        Public functions or classes of `fusebook`.
-    """
-
-    def __init__(self, *functions: Any) -> None:
-        names = [vars(sys.modules[function.__module__]) for function in functions]
-        found = {id(v): v for module in names for v in module.values() if isinstance(v, KernelInterface)}
-        super().__init__(*found.values(), doc=False)
 
 
 class Listing(Shown):
