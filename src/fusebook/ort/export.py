@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusebook.extras import extra
-from fusebook.kernels._call import OPERATORS, Operator
+from fusebook.kernels._call import INTERPRETED, OPERATORS, Operator
 from fusebook.kernels.quantized import PackedWeight
 from fusebook.ort.custom import CustomOp
 from fusebook.ort.graph import _NAMES, _NUMBERS
@@ -297,7 +297,9 @@ def _packed(node: Any) -> PackedWeight | None:
         return None
     if not scales.isfinite().all():
         return None
-    return PackedWeight.from_onnx(blob, scales, zeros, K=K, bits=bits, group=group)
+    if not INTERPRETED:  # packing takes tensors of a GPU, and a model holds those of the CPU
+        blob, scales, zeros = blob.cuda(), scales.cuda(), None if zeros is None else zeros.cuda()
+    return PackedWeight.from_onnx(blob, scales, zeros, K=K, bits=bits, group=group).to("cpu")
 
 
 def _sparse(nodes: Any, initializers: Any = ()) -> bool:
