@@ -785,7 +785,8 @@ def test_padding_is_told_from_data():
 
 
 def test_without_a_gpu_a_lesson_names_its_record(page):
-    assert re.search(r"Record of NVIDIA H\d00\b.*?, 20\d\d-.*Liger and quack are libraries", page.verdict()._repr_html_())
+    shown = page.verdict()._repr_html_()
+    assert re.search(r"Record of NVIDIA H\d00\b.*?, 20\d\d-.*Liger and quack are libraries", shown)
     with pytest.raises(ValueError, match=r"expected eager, one_row, rows, chunks, got one_row"):
         page.steps(one_row=forgetful)
     shown = page.steps(**dict.fromkeys(page.about.STEPS, forgetful))
