@@ -244,6 +244,44 @@ def test_a_replay_launches_what_the_launcher_does(driver):
     assert len(replayed) > 20
 
 
+def nodes():
+    """ONNX Runtime's nodes, each as a function of the memory that it writes and its inputs, which it makes."""
+    from fusebook.ort import nodes as ort
+
+    x, w, b = torch.randn(8, 64), torch.randn(64), torch.randn(64)
+    at, shape = torch.arange(8)[:, None], torch.tensor([16, 64])
+    packed = fusebook.quantize(torch.randn(32, 64, dtype=torch.float16), group=32)
+    codes = dict(N=32, K=64, bits=4, group=32)
+    yield lambda y: ort.softmax_into(x.clone(), y), x
+    yield lambda y: ort._of_shape(shape, at.clone(), x.clone(), y, reduction="add"), torch.empty(16, 64)
+    yield lambda y: ort._masked(shape, at.clone(), x.clone(), y, reduction="add", maskedValue=3), torch.empty(16, 64)
+    yield lambda y: ort._rms(x.clone(), w.clone(), y, axis=-1, epsilon=1e-5), x
+    yield lambda y: ort._layer(x.clone(), w.clone(), b, y, axis=1, epsilon=1e-5), x
+    yield lambda y: ort._skip(x.clone(), x.clone(), w, (y, y.clone()), epsilon=1e-5), x
+    half = torch.randn(2, 64, dtype=torch.float16)
+    words, scales = packed.words, packed.scales
+    yield lambda y: ort._quantized(half.clone(), words.clone(), scales, None, None, y, **codes), half[:, :32]
+
+
+@absent
+def test_a_node_of_onnx_runtime_is_replayed_with_other_addresses(driver):
+    from fusebook.ort import nodes as ort
+
+    ort._WRITES.clear()
+    for count, (run, like) in enumerate(nodes(), 1):
+        run(torch.empty_like(like))
+        assert len(ort._WRITES) == count
+        driver.seen.clear()
+        before, memory = driver.launched_by_triton, torch.empty_like(like)
+        run(memory)
+        assert driver.launched_by_triton == before
+        known, driver.seen = driver.seen, []
+        with uncached():
+            run(memory)
+        assert numbered(known) == numbered(driver.seen)
+        assert memory.data_ptr() in addresses(known[-1][2])
+
+
 #: Functions that a second call enters beyond six: what it checks in every call, of values or of positions in memory.
 #: And what passes tensors to torch's matmul, in TF32 or not as torch is set.
 ASKED = {"_read", "_read_assign", "_read_update", "_read_target", "capturing"}
