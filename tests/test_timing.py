@@ -304,3 +304,29 @@ def test_each_cold_call_follows_a_flush_and_lies_between_two_events(monkeypatch)
     first = log.index("event") - 1
     assert log[first:] == ["flush", "event", "call", "event"] * ((len(log) - first) // 4) and len(log) - first >= 12
     assert found["f"].q50 == 1e-3
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_a_call_whose_launches_were_late_is_timed_again(monkeypatch, late):
+    ms = {"f": iter(([1.0] * 3 + [50.0] * 4) * late + [1.0] * 7), "g": iter([2.0] * 7)}
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            self.call = log[-1] if log else ""
+
+        def elapsed_time(self, end):
+            return next(ms[end.call])
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timing, "_flush", lambda: lambda at_least=0.0: None)
+    monkeypatch.setattr(timing, "synchronises", lambda function: False)
+    monkeypatch.setattr(timing, "_host_seconds", lambda function: 1e-6)
+    monkeypatch.setattr(timing, "_repeats", lambda seconds, repeat: 7)
+    found = timing.cold({"f": lambda: log.append("f"), "g": lambda: log.append("g")}, warmup=0)
+    assert found["f"].q50 == 1e-3 and found["g"].q50 == 2e-3
+    assert next(ms["f"], None) is None and next(ms["g"], None) is None
