@@ -199,13 +199,23 @@ def test_no_two_warps_wait_for_copies_of_one_sum():
 
 
 @pytest.mark.parametrize(
-    ("told", "reads", "yes"), [("aa", True, True), ("ab", True, False), ("aa", False, False), ("a", True, False)]
+    ("told", "numbers", "reads", "yes"),
+    [
+        ("aa", "01", True, True),
+        ("ab", "01", True, False),
+        ("aa", "01", False, False),
+        ("a", "0", True, False),
+        ("aa", "00", True, False),  # each process sees another GPU as its only one
+        ("aaaa", "0101", True, False),  # two groups of processes, as if on two machines
+        ("abab", "0123", True, False),
+    ],
 )
-def test_memory_is_shared_by_gpus_of_one_machine_only(monkeypatch, told, reads, yes):
-    """Each of the group tells its machine; who cannot read its neighbour tells none."""
+def test_memory_is_shared_by_gpus_of_one_machine_with_numbers_of_their_own_only(monkeypatch, told, numbers, reads, yes):
+    """Each of the group names its machine and its GPU; one that cannot read its neighbour names no machine."""
 
     def gather(every, mine, group):
-        every[:] = [mine and machine for machine in told]
+        assert mine[1] == 0
+        every[:] = [(mine[0] and machine, int(number)) for machine, number in zip(told, numbers, strict=True)]
 
     monkeypatch.setattr(dist, "get_world_size", lambda group: len(told))
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")

@@ -87,9 +87,12 @@ def reachable(group: Any = None) -> bool:
         return False
     here, there = torch.cuda.current_device(), range(torch.cuda.device_count())
     reads = all(torch.cuda.can_device_access_peer(here, other) for other in there if other != here)
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text() if reads else None  # an id of the machine's start
     every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, Path("/proc/sys/kernel/random/boot_id").read_text() if reads else None, group=group)
-    return None not in every and len(set(every)) == 1  # an id of a machine's start identifies the machine
+    dist.all_gather_object(every, (machine, here), group=group)
+    machines, numbers = ({*each} for each in zip(*every, strict=True))
+    # Symmetric memory refuses two GPUs of one number, as in processes that CUDA_VISIBLE_DEVICES shows different ones.
+    return None not in machines and len(machines) == 1 and len(numbers) == len(every)
 
 
 class Peers:
