@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -136,7 +136,7 @@ def test_each_loads_the_state_of_the_other(capturable, device):
         after(optimizer, ps, 2, 2)
     close(*lists)
     close_states(*made)
-    assert made[1].param_groups[0]["lr"] == 0.1 and made[1].param_groups[0]["seed"] is None
+    assert made[1].param_groups[0]["lr"] == 0.1 and made[1].param_groups[0].get("seed") is None
     made[0].load_state_dict(copy.deepcopy(made[1].state_dict()))
     counts = [s["step"] for s in made[0].state.values()]
     assert len({c.data_ptr() for c in counts}) == len(counts), "torch adds 1 to each of them"
@@ -463,6 +463,28 @@ def test_gradients_that_no_kernel_takes_are_refused(device):
     p.grad = torch.zeros_like(p)
     with pytest.raises(TypeError, match="complex64"):
         AdamW([p]).step()
+    p = torch.nn.Parameter(torch.eye(4, device=device).to_sparse_csr())
+    p.grad = p.detach().clone()
+    with pytest.raises(TypeError, match="to be dense"):
+        AdamW([p]).step()
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_a_distributed_checkpoint_is_loaded_by_the_other(flatten, device):
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    models, states = [], []
+    for kind in (*BOTH, *reversed(BOTH)):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(5, 3, device=device)
+        optimizer = after(kind(model.parameters(), lr=0.1), [*model.parameters()], 2)
+        if len(states) == len(BOTH):
+            set_optimizer_state_dict(model, optimizer, states[len(models) - len(BOTH)], options=options)
+        else:
+            states.append(copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options)))
+        after(optimizer, [*model.parameters()], 1, 2)
+        models.append([*model.parameters()])
+    for other in models[1:]:
+        close(models[0], other)
 
 
 # Several processes ----------------------------------------------------------------------------------------------------

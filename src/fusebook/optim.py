@@ -64,7 +64,7 @@ class _Kept:
         if (
             len(self.params) != len(group["params"])
             or not _same(self.params, group["params"])
-            or self.seed is not group["seed"]
+            or self.seed is not group.get("seed")
             or any([p.grad is not None for p in self.left])
         ):
             return [None]
@@ -136,9 +136,10 @@ class AdamW(torch.optim.AdamW):
             seed = _seed(seed)
         self._forget()
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, capturable=capturable)
-        self.defaults["seed"] = seed
-        for group in self.param_groups:
-            group.setdefault("seed", seed)
+        if seed is not None:  # torch's checkpoints have none, and those that are flattened lack what a group has
+            self.defaults["seed"] = seed
+            for group in self.param_groups:
+                group.setdefault("seed", seed)
 
     @_uncompiled
     @torch.no_grad()
@@ -166,8 +167,9 @@ class AdamW(torch.optim.AdamW):
         capturing = _capturing()
         launches = [(group, *made) for group in self.param_groups for made in self._launches(group, capturing)]
         for i, (group, launch, grads) in enumerate(launches):
-            seed = None if group["seed"] is None else _seed(group["seed"]) + i * 0x9E3779B1
-            seed = None if seed is None else seed % 0x7FFFFFFF  # more is not used
+            seed = group.get("seed")
+            if seed is not None:
+                seed = (_seed(seed) + i * 0x9E3779B1) % 0x7FFFFFFF  # more is not used
             self._launch(group, launch, grads, seed, scaling)
         if len(states) != len(self._states):
             self._keys, self._states = [*states], [*states.values()]
@@ -204,7 +206,7 @@ class AdamW(torch.optim.AdamW):
             if id(count) not in known:  # tensors on the device are not read: they are the same, or count apart
                 apart = group["capturable"] or count.device.type != "cpu"
                 known[id(count)] = id(count) if apart else count.item()
-            rounded = group["seed"] is not None and p.dtype == torch.bfloat16
+            rounded = group.get("seed") is not None and p.dtype == torch.bfloat16
             found.setdefault((known[id(count)], p.device, rounded), []).append(p)
         launches = []
         stepped = {*map(id, params)}
@@ -222,13 +224,13 @@ class AdamW(torch.optim.AdamW):
             launch.count_by(launch.count)
             taken.add(id(launch.count))
             launches.append(launch)
-        self._kept[id(group)] = _Kept([*group["params"]], left, group["seed"], launches)
+        self._kept[id(group)] = _Kept([*group["params"]], left, group.get("seed"), launches)
         return [(launch, [p.grad for p in launch.params]) for launch in launches]
 
     def _launch(
         self, group: dict[str, Any], launch: _Launch, grads: Any, seed: int | None, scaling: dict[str, Any]
     ) -> None:  # fmt: skip
-        params, given = launch.params, grads
+        params, given, as_they_are = launch.params, grads, False
         try:
             lists = [[s[key] for s in launch.states] for key in _STATE[: 3 if group["amsgrad"] else 2]]
         except KeyError:  # since amsgrad was set
@@ -238,8 +240,7 @@ class AdamW(torch.optim.AdamW):
             lists = [[*map(_local, of)] for of in lists]
             params = [*map(_local, params)]
             grads = [_gradient(p, local) for p, local in zip(launch.params, params, strict=True)]
-            if _same(params, launch.params) and _same(grads, given):
-                launch.check = guard(grads)
+            as_they_are = _same(params, launch.params) and _same(grads, given)
         beta1, beta2 = [b.item() if isinstance(b, Tensor) else b for b in group["betas"]]
         lr, device = group["lr"], params[0].device
         if isinstance(lr, Tensor):  # as torch.optim has it, one on the CPU is a number
@@ -265,6 +266,8 @@ class AdamW(torch.optim.AdamW):
             launch.check = None
             self._launch(group, launch, given, seed, scaling)
             return
+        if as_they_are:  # not before: a guard of a sparse tensor may end the process
+            launch.check = guard(grads)
         if not counting:
             launch.count_by(launch.count + 1)
 
@@ -298,7 +301,8 @@ class AdamW(torch.optim.AdamW):
         super().__setstate__(state)
         self._forget()
         for group in self.param_groups:
-            group.setdefault("seed", self.defaults.get("seed"))
+            if "seed" in self.defaults:
+                group.setdefault("seed", self.defaults["seed"])
             stepped = [p for p in group["params"] if self.state.get(p)]
             for p in stepped:
                 _lay(p, self.state[p])
