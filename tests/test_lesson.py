@@ -21,6 +21,7 @@ import fusebook
 import fusebook.lesson as lesson
 import style
 import synthetic
+from fusebook import tables
 from fusebook.cards import OPS
 from fusebook.lesson import _decode, _memory, _numbers, _place, _products, _weights, evidence, picture
 from fusebook.lesson.evidence import Claim, Frames, NotRecorded, history
@@ -527,6 +528,23 @@ def test_a_verdict_leaves_out_strategies_and_checked_calls(replayed):
     assert "ONNX Runtime" in time and "sorted" not in time and "checked" not in time
     checked = page.check(fusebook.masked_scatter_nd_of_shape, *page.stress(5, 7, 20)).text
     assert "is correct on 20 x 7, float32" in checked, "of updates, not of indices"
+
+
+def test_when_to_use_it_compares_only_what_was_timed_and_names_sizes_as_the_verdict_does(replayed):
+    page = lesson.open("plot_103_scatter_nd")
+    frame = page._everything()
+    counts = _numbers.choices(page.op, frame)["fastest in GPU time"].str.partition(" of ")[2]
+    assert len(set(counts)) == 1, "the library was timed at more sizes than the others"
+    at = tables.where(frame, n=2048, law="zipf", dtype="float16")
+    told = set(_numbers._in_words(page.about, at).values())
+    assert told == {"2048 updates of 4096 elements to a table of 32000 rows in float16, indices by Zipf's law"}
+
+
+def test_memory_counts_what_pytorch_allocates_at_every_size(replayed):
+    small = lesson.open("plot_003_launching")
+    assert small.verdict().text.count("allocates the output and nothing else.") == 2, "800 bytes are a block of 1024"
+    memory = lesson.open("plot_203_four_bits").verdict().text.splitlines()[2]
+    assert "at most 128 MiB more" in memory, "many rows take a weight of 16 bits"
 
 
 def test_the_walk_in_groups_reads_fewer_strips():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -267,7 +268,7 @@ class MemoryPage(Page):
         made = _show.table(told, f"{size}; without a GPU time: the call waits for the GPU", fold=False)
         why = {"wrong": "its error is above the tolerance", "refused": "it raised an error"}
         left = [
-            f"`{name}` has no row, as {why.get(row['status'], row['status'])}: {row['note'].partition(';')[0]}."
+            f"`{name}` has no row, as {why.get(row['status'], row['status'])}: {re.split('[;:]', row['note'])[0]}."
             for name, row in point[~ok].iterrows()
         ]
         install = _numbers.install()

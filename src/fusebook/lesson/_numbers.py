@@ -50,7 +50,7 @@ def microseconds(value: float) -> str:
 
 def times(ratio: float) -> str:
     """A speedup in two or three digits."""
-    return f"{ratio:.2f}x" if ratio < 2 else f"{ratio:.1f}x"
+    return f"{ratio:.{2 if ratio < 2 else 1 if ratio < 100 else 0}f}x"
 
 
 def origin(frame: pd.DataFrame) -> str:
@@ -332,9 +332,10 @@ def verdict(
     text = f"**All sizes.** {pace}"
     if len(libraries):
         names = _libraries(op, frame, timed=True)
-        some = f"the {len(libraries)} {many} that {said(names, 'or')} takes"
+        same = len(libraries) == len(torchs)
+        some = f"the same {many}" if same else f"the {len(libraries)} {many} that {said(names, 'or')} takes"
         fastest = f"{'' if len(names) < 2 else 'the faster of ' if len(names) == 2 else 'the fastest of '}{said(names)}"
-        text += " " + _pace(libraries, "these" if len(libraries) == len(torchs) else some, fastest)
+        text += " " + _pace(libraries, some, fastest)
     lines.append(f"{text} Times within 2 % count as equal.")
     first = next(name for name in op.variants if frame["variant"].eq(name).any())
     lines.append(f"**Memory.** {_memory_of(op, frame, 'fusebook')} {_memory_of(op, frame, first)}")
@@ -348,7 +349,12 @@ def verdict(
 def _extra(frame: pd.DataFrame, variant: str) -> float:
     """Memory that an implementation allocates at its peak, in outputs: 1 is the output alone."""
     rows = _large(frame, variant)
-    return float((rows["peak_bytes"] / rows["write_bytes"]).median())
+    return float((rows["peak_bytes"] / _output(rows)).median())
+
+
+def _output(rows: pd.DataFrame) -> pd.Series:
+    """Bytes of the output as PyTorch allocates them, in multiples of 512."""
+    return (rows["write_bytes"] / 512).map(math.ceil) * 512
 
 
 def _large(frame: pd.DataFrame, variant: str) -> pd.DataFrame:
@@ -366,8 +372,8 @@ def _held(op: Op, frame: pd.DataFrame, variant: str) -> float | None:
 
 
 def _memory_of(op: Op, frame: pd.DataFrame, variant: str, name: str = "", output: str = "the output") -> str:
-    rows = _large(frame, variant)
-    ratio, beyond = _extra(frame, variant), float((rows["peak_bytes"] - rows["write_bytes"]).max())
+    rows = tables.where(frame, variant=variant, status="ok")
+    ratio, beyond = _extra(frame, variant), float((rows["peak_bytes"] - _output(rows)).max())
     name = name or ("Fusebook" if variant == "fusebook" else _SAID.get(variant, variant))
     name = name if name.startswith("torch.") else name[:1].upper() + name[1:]
     if ratio != ratio:
@@ -377,7 +383,7 @@ def _memory_of(op: Op, frame: pd.DataFrame, variant: str, name: str = "", output
         return f"{name} allocates {f'at most {_bytes(held)}' if held else 'nothing'} beyond {place}."
     if ratio < 1.02:
         return f"{name} allocates {output} and {f'at most {_bytes(beyond)} more' if beyond > 0 else 'nothing else'}."
-    return f"{name} allocates {ratio:.1f} times {output}."
+    return f"{name} allocates {ratio:.{1 if ratio < 100 else 0}f} times {output}."
 
 
 def _bytes(count: float) -> str:
@@ -389,7 +395,7 @@ def _most(op: Op, frame: pd.DataFrame, variants: Sequence[str]) -> str:
     found = [variant for variant in variants if _extra(frame, variant) == _extra(frame, variant)]
     held = [_held(op, frame, variant) for variant in found]
     if not found or None in held:
-        return f"{max(_extra(frame, variant) for variant in found):.1f} x output" if found else ""
+        return f"{max(_extra(frame, variant) for variant in found):.1f} x output" if found else "not measured"
     return _bytes(most) if (most := max(value for value in held if value is not None)) else "nothing"
 
 
@@ -402,6 +408,10 @@ def choices(op: Op, frame: pd.DataFrame, clock: str = "cold") -> pd.DataFrame:
         "torch or torch.compile": ["torch", "torch.compile"],
     }
     found = {kind: _verdicts.choices(op, frame, kind) for kind in ("cold", "paid")}
+    found = {  # a time without another one is no comparison
+        kind: table[table["ours"].notna() & table[[*_verdicts.GROUPS]].notna().any(axis=1)]
+        for kind, table in found.items()
+    }
     rows = {}
     for name, groups in named.items():
         row: dict[str, Any] = {}
@@ -420,7 +430,33 @@ def choices(op: Op, frame: pd.DataFrame, clock: str = "cold") -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def limits(op: Op, frame: pd.DataFrame, gradient: pd.DataFrame | None, kind: str = "cold") -> list[str]:
+#: What a reader sees instead of a word among the sizes of a card.
+_WORDS = {
+    "zipf": "indices by Zipf's law",
+    "equal": "equal indices",
+    "uniform": "uniform indices",
+    "columns": "stored by columns",
+    "uneven": "of unequal widths",
+}
+
+
+def _in_words(about: Any, frame: pd.DataFrame) -> dict[tuple[str, str], str]:
+    """Each size and dtype as the verdict names its example; words follow where they are not those of the example."""
+    words, told = getattr(about, "WORDS", ""), {}
+    others = [name for name in tables.dims(frame) if f"{{{name}" not in words]
+    rows: Any = frame.to_dict("records")
+    for size, row in zip(tables.label(frame), rows, strict=True):
+        at = f"{re.sub('(?<=[0-9])x(?=[0-9])', ' x ', size)} in {row['dtype']}"
+        if words:
+            more = [row[name] for name in others if row[name] != about.EXAMPLE.get(name, row[name])]
+            at = ", ".join([words.format(**row), *(_WORDS.get(word, str(word)) for word in more)])
+        told[size, row["dtype"]] = at
+    return told
+
+
+def limits(
+    op: Op, frame: pd.DataFrame, gradient: pd.DataFrame | None, kind: str = "cold", about: Any = None
+) -> list[str]:
     """When not to use the library: where another is faster, and where the launch decides; memory of its gradient."""
     everything = _against(op, frame, *_verdicts.GROUPS, kind=kind)
     lost = everything[everything > 1 + tables.WITHIN].sort_values(ascending=False)
@@ -431,12 +467,12 @@ def limits(op: Op, frame: pd.DataFrame, gradient: pd.DataFrame | None, kind: str
         told += f"{clock}: at {len(lost)} of {len(everything)} {many}."
     found = [told]
     if len(lost):
-        behind = tables.behind(_verdicts.compared(op, frame, _verdicts.GROUPS), kind=kind)
-        behind = behind.loc[lost.index[:2]].reset_index()
-        places = zip(behind["label"], behind["dtype"], behind["best other"], behind["times as long"], strict=True)
+        rows = _verdicts.compared(op, frame, _verdicts.GROUPS)
+        behind, told_of = tables.behind(rows, kind=kind), _in_words(about, rows)
+        behind = behind.loc[lost.index[:2]]
         worst = [
-            f"{re.sub('(?<=[0-9])x(?=[0-9])', ' x ', size)} in {dtype} ({said([other])} is {times(ratio)} faster)"
-            for size, dtype, other, ratio in places
+            f"{told_of[at]} ({said([other])} is {times(ratio)} faster)"
+            for at, other, ratio in zip(behind.index, behind["best other"], behind["times as long"], strict=True)
         ]
         found.append(f"It loses most at {' and '.join(worst)}.")
     launch = [tables.where(frame, variant=name, status="ok")["launch_us"].median() for name in ("fusebook", "torch")]

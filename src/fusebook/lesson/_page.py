@@ -418,6 +418,7 @@ class Page:
             frame,
             self.frames.of(gradient) if gradient in self.about.OPERATORS and self.frames.replay else None,
             getattr(self.about, "CLOCK", "cold"),
+            self.about,
         )
         return self._used(made, sentences)
 
