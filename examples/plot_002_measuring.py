@@ -39,8 +39,8 @@ page.verdict()
 # ---------------------
 #
 # A *kernel* is a function that runs on the GPU. This one is written in Triton.
-# Many *programs* run it at once, and each doubles a block of elements. The
-# next lesson explains each line.
+# Many *programs* run it at once, and each doubles a block of elements.
+# :doc:`plot_101_elementwise` explains each line.
 
 
 @triton.jit
@@ -141,7 +141,9 @@ def repeat(call):
 # ---------------------------------------------------------
 #
 # The time of a small call is mostly that of Python and of the wait. An *event*
-# is a mark in the GPU's queue. The GPU writes the time when it reaches it.
+# is a mark in the GPU's queue. The GPU writes the time when it reaches it. But
+# an idle GPU reaches the first mark at once, and then waits for Python to
+# queue the call. So events alone do not leave out the launch of a small call.
 
 
 def events(call, before=lambda: None):
@@ -160,8 +162,8 @@ def events(call, before=lambda: None):
 # %%
 # .. _measuring-flushed:
 #
-# Step 4: flush the cache {gain flushed at N=2048}
-# ------------------------------------------------
+# Step 4: flush the cache {gain flushed at N=512}
+# -----------------------------------------------
 #
 # The :term:`L2 cache` keeps what was touched last. A loop over the same small
 # tensors never reads memory again, and shows a bandwidth that memory does not
@@ -170,9 +172,12 @@ def events(call, before=lambda: None):
 #
 # After a flush that ends in writes, the cache holds data that memory does not
 # have yet (*dirty lines*). The timed kernel then has to write it back.
-# Therefore we read the buffer at the end. The flush has a second use: Python
-# queues the call while the flush runs. So the GPU does not wait for Python
-# between the two events.
+# Therefore we read the buffer at the end.
+#
+# The flush has a second use: Python queues the call while the flush runs. So
+# the GPU does not wait for Python between the two events. A copy from memory
+# takes longer than one from the cache, but a small one takes less time than
+# its launch. So its reading gets shorter.
 
 
 def flushed(call):
@@ -199,7 +204,8 @@ page.picture.lanes(caption, spans, [("CPU", 2, "GPU", 2)])
 # How fast is it?
 # ---------------
 #
-# Each stopwatch times the same copies.
+# Each stopwatch times the same copies. *naive* and *wait* time single calls,
+# so their readings differ most from run to run.
 
 steps = {"wait": wait, "repeat": repeat, "events": events}
 page.steps(naive=naive, **steps, flushed=flushed)
