@@ -150,6 +150,8 @@ def planned(x):
 page.check(planned, x)
 
 # %%
+# The three ``None`` are arguments that profilers use.
+#
 # Where does the time go now? We time each part of a planned call alone. The
 # part *launch* includes addresses and stream.
 
@@ -189,9 +191,9 @@ page.picture.bars("CPU time of the parts of a planned call", us, texts)
 
 # %%
 # Triton's launcher and the driver take most of it, and then the allocator of
-# torch. The library's own cache goes one step further. Triton's launcher is a
-# Python object around a function in C, and the library's plans call that
-# function.
+# torch. The library's plans leave out one part: Triton's launcher is a Python
+# object around a function in C, and they call that function. In return, a call
+# of the library checks its arguments. The table below has both.
 #
 # Graphs: nothing to launch
 # -------------------------
@@ -256,7 +258,8 @@ for t in changed:
 #
 # *CPU launch* is the time to queue one call of many. In the second column, the
 # call also records a gradient. *GPU, warm* is the time of the kernel, from a
-# CUDA graph: its data is in the L2 cache.
+# CUDA graph: its data is in the L2 cache. CPU times differ from run to run,
+# and the box and the parts above are other runs: compare within one.
 
 page.steps(eager=eager, brackets=brackets, planned=planned)
 
@@ -270,10 +273,10 @@ page.findings()
 # --------------
 #
 # Each function of the library launches by plans. While torch traces or
-# transforms a call, it goes through the dispatcher instead
-# (:doc:`plot_401_operator`). Write your own plan if a profile shows that
-# the GPU waits, and if sizes change too often for a graph. Some functions look
-# at their input first, for indices out of range and the like. That is
+# transforms a call, it goes through the dispatcher instead, which takes more
+# CPU time (:doc:`plot_401_operator`). Write your own plan if a profile shows
+# that the GPU waits, and if sizes change too often for a graph. Some functions
+# look at their input first, for indices out of range and the like. That is
 # ``check=True``. It makes the CPU wait for the GPU, so pass ``check=False`` in
 # a loop whose input is known to be good.
 
