@@ -57,12 +57,12 @@ page.traffic(eager=add_sub_eager, fused=4)
 # Step 1: a grid and a mask {gain grid at N=8192}
 # -----------------------------------------------
 #
-# We begin with a single operation, ``x * y``. In CUDA C, a kernel is what one
-# thread does with one element. In Triton it is what one *program* does with a
-# block of elements. A launch starts many programs, each a CUDA thread block.
-# By default it has 128 threads, to which the compiler assigns the elements.
-# From its number, ``tl.program_id(0)``, a program computes which elements it
-# owns.
+# We begin with a single operation, ``x * y``. Its baseline, *torch multiply*,
+# is PyTorch's own. In CUDA C, a kernel is what one thread does with one
+# element. In Triton it is what one *program* does with a block of elements. A
+# launch starts many programs, each a CUDA thread block. By default it has 128
+# threads, to which the compiler assigns the elements. From its number,
+# ``tl.program_id(0)``, a program computes which elements it owns.
 
 page.picture.blocks(size=20, block=8)
 
@@ -93,11 +93,12 @@ product.check(grid, x, y)
 
 # %%
 # ``multiply_grid[(n,)](...)`` launches n programs, enough for all elements. A
-# ``tl.constexpr`` is a constant of the compiled kernel. A block of 512 is a
-# power of two, so each of 128 threads loads four adjacent float32 elements, 16
-# bytes, by one instruction. In CUDA C you write that by hand. With one element
-# per thread, a load fetches 4 bytes, so a thread waits for fewer bytes at a
-# time. One operation alone has nothing to fuse, so this step gains nothing.
+# ``tl.constexpr`` is a constant of the compiled kernel. Each of 128 threads
+# owns 4 of the 512 elements of a block. They are adjacent, so it loads these
+# 16 bytes by one instruction. In CUDA C you write that by hand. With one
+# element per thread, a load fetches 4 bytes, so a thread waits for fewer bytes
+# at a time. One operation alone has nothing to fuse, so this step gains
+# nothing.
 
 # %%
 # .. _elementwise-strides:
@@ -206,8 +207,8 @@ product.check_all(strided)
 page.plot("bandwidth", over="M")
 
 # %%
-# In the table, 100 % is a copy of the bytes that a step has to move, by
-# PyTorch. A kernel can be faster than that copy.
+# In the table, 100 % is PyTorch's copy of the bytes that a step has to move. A
+# kernel can be faster than that copy.
 
 
 def torch_multiply(x, y):
