@@ -113,21 +113,22 @@ page.check(softmax_one_row, x)
 # %%
 # ``num_warps=4`` gives each program 4 warps of 32 threads. A row of 12672
 # columns is padded to 16384, so each thread holds 128 values in registers. A
-# :term:`multiprocessor` runs up to 16 such programs at once, but has registers
-# for two of these. While both compute, nothing is loaded.
+# :term:`multiprocessor` runs up to 16 programs of 4 warps at once, but has
+# registers for two of these. While both compute, nothing is loaded.
 
 # %%
 # .. _softmax-rows:
 #
-# Step 2: several rows per program {gain rows at N=256}
-# -----------------------------------------------------
+# Step 2: several rows per program {gain rows at N=256, bfloat16}
+# ---------------------------------------------------------------
 #
 # With 256 columns, each of a program's 128 threads has two elements. To
 # combine their maxima, the threads exchange values in 7 steps, and for the sum
 # in 7 more, however narrow the row. So step 1 executes some fifty instructions
-# per element, about as many as an H200 has time for. Here a program owns
-# several rows, and a thread 32 elements, with half as many instructions for
-# each. Comments mark changes.
+# per element. An H100 has time for about 80 in float32, and for 40 in
+# bfloat16, which has half the bytes. Here a program owns several rows, and a
+# thread 32 elements, with half as many instructions for each. Comments mark
+# changes.
 
 page.picture.tile(rows=3, columns=12, block=16, per=2)
 
@@ -178,8 +179,8 @@ page.picture.chunks(columns=12672, block=16384, chunk=1024)
 # - ``tl.exp2`` is one instruction. ``tl.exp`` uses it too, but adds more for
 #   results below 1e-38, which ``tl.exp2`` makes zero.
 #
-# Each change saves a seventh to a fifth of step 1's instructions, all three
-# half. We have not timed each.
+# Each change alone saves a seventh to a fifth of step 1's instructions. All
+# three together save half. We have not timed each alone.
 
 
 @triton.jit
@@ -280,8 +281,9 @@ page.steps(eager=softmax_eager, **steps, chunks=softmax_chunks)
 #   fetches one element. In bfloat16, half the bytes need as many instructions,
 #   which decide the time. The library gives such rows to single warps, which
 #   exchange values in fewer steps.
-# - From 4096 columns on, step 2 also has one row per program. At 12672 it is
-#   faster than step 1, which takes as many registers. We do not know why.
+# - From 4096 columns on, step 2 also has one row per program. At 12672 columns
+#   in bfloat16 it is faster than step 1, with as many registers. We do not
+#   know why.
 # - Eager's subtraction and division broadcast a value per row. Their kernel
 #   loads single elements.
 
