@@ -156,8 +156,8 @@ page.check(scatter_owner, shape, indices, updates)
 # *bisection*: 11 indices are enough to find one of 2048. A kernel sorts them
 # by counting. An update's place is the number of those that go before it.
 # These have a smaller index, or the same index and come earlier. So each
-# update is compared with every other one: N x N comparisons, which take little
-# time where N is 2048.
+# update is compared with every other one: N x N comparisons. This step gains
+# where they take less time than M programs that read all indices.
 
 sorted_updates = [-1, -1, 1, 1, 1, 3, 3, 3]
 caption = "Sorted: the owner of row 1 or row 3 reads three neighbours."
@@ -218,9 +218,10 @@ def scatter_sorted(shape, indices, updates):
 page.check(scatter_sorted, shape, indices, updates)
 
 # %%
-# The second kernel waits for the first, and the first has few programs. In the
-# library, other programs of the first launch write zeros meanwhile. If one row
-# gets many updates, it is cut into pieces for several programs:
+# The second kernel waits for the first, which has few programs: a program for
+# 16 updates. So it leaves most of the GPU idle. In the library, other programs
+# of the first launch write zeros meanwhile. If one row gets many updates, it
+# is cut into pieces for several programs:
 
 page.source("masked_scatter_nd_of_shape", fold=True)
 
@@ -289,7 +290,8 @@ page.findings()
 # thread adds a whole row, and the threads of a :term:`warp` are a row apart.
 # That is the opposite of :term:`coalescing`: a load of 32 threads fetches 32
 # pieces of memory. Torch's chain moves its bytes more slowly than a copy does,
-# so the gain over it can exceed the prediction.
+# so the gain over it can exceed the prediction. On small tables no kernel
+# reaches the speed of a copy, so it can fall short, too.
 #
 # .. _scatter-use:
 #
