@@ -331,7 +331,7 @@ page.findings()
 
 logits = x.clone().requires_grad_()
 loss = fusebook.cross_entropy(logits, target, inplace=True)
-loss.backward()  # returns that gradient; scaling it costs one pass
+loss.backward()  # the gradient is there; a factor on the loss costs a pass
 
 # %%
 # - **Memory.** A call allocates the gradient, which is as large as the logits.
