@@ -281,8 +281,8 @@ loss = fusebook.linear_cross_entropy(h, head, target, rows=1024)
 #   fit into 1 GiB, only ``rows=`` saves memory over ``torch.compile`` of
 #   ``head_torch``.
 #
-# PyTorch 2.13 has a function of this kind, too: ``F.linear_cross_entropy``, in
-# the table *torch, in chunks*.
+# From 2.13 on, PyTorch has a function of this kind, too,
+# ``F.linear_cross_entropy``. It is called *torch, in chunks* below.
 
 page.use()
 
