@@ -302,7 +302,8 @@ y = fusebook.concat_gemm(x, [w0, w1])
 # ``strategy="views"`` overrides the table.
 #
 # - **Layout.** ``linear.weight.T`` of torch.nn.Linear is taken without a copy.
-#   Weights whose rows do not begin at multiples of 16 bytes may be copied.
+#   Float32 weights that are stored by rows may be copied, and so may weights
+#   whose rows do not begin at multiples of 16 bytes.
 # - **float32** follows torch's setting of TF32. float64 is torch's matmul.
 # - **Checks.** There is no ``check=``, and no call waits for the GPU.
 # - **Training.** The backward pass is torch's matmuls.
