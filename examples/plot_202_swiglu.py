@@ -140,8 +140,9 @@ page.check(swiglu_small, *given)
 #
 # A turn of the loop loads BM x BK elements of x, and BK x BN of each weight.
 # In tiles of 128 x 128, each loaded element is used in twice as many products
-# as in 64 x 64: see page 201. The kernel stays as it is. Two sums of 128
-# x 128 float32 numbers are 128 KiB of registers, half of what a
+# as in 64 x 64: see page 201. Only the loads get fewer, and not the products,
+# so we predict a gain of less than two. The kernel stays as it is. Two sums of
+# 128 x 128 float32 numbers are 128 KiB of registers, half of what a
 # :term:`multiprocessor` has. So these tiles cannot grow further.
 
 
