@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 
+import answers
 import gpus
 import on_gpus
 from fusebook.cards import OPS
@@ -62,8 +63,9 @@ def test_a_cell_says_how_it_is_known(monkeypatch):
 
 
 def _row(us, **more):
-    same = {"code": "1", "variant": "torch", "versions": "torch 2.11.0", "math": "", "dtype": "bfloat16"}
-    return pd.Series(same | {"zone": "memory", "gpu_us": us, "copy_us": 10.0, "floor_us": 2.0} | more)
+    same = {"code": "1", "host": "", "variant": "torch", "versions": "torch 2.11.0", "math": "", "dtype": "bfloat16"}
+    took = {"gpu_us": us, "gpu_us_20": us, "gpu_us_80": us, "launch_us": 5.0, "copy_us": 10.0, "floor_us": 2.0}
+    return pd.Series(same | {"zone": "memory"} | took | more)
 
 
 @pytest.mark.parametrize(
@@ -86,13 +88,41 @@ def _row(us, **more):
         ((_row(10), _row(10)), (_row(20, code=""), _row(10)), "bandwidth"),
         ((_row(10), _row(10)), (_row(20), _row(10, versions="torch 2.13.0")), "the versions: torch 2.11.0 and 2.13.0"),
         ((_row(10), _row(10)), (_row(20), _row(10, versions="torch 2.11.0; ptxas 12.8")), "bandwidth"),
+        ((_row(10, gpu_us_80=16.0), _row(10)), (_row(20), _row(10)), "samples of torch are from 10.0 to 16.0"),
+        ((_row(10), _row(10)), (_row(20), _row(19.6)), "a change of 2 %, around the 2 % that count as equal"),
+        (
+            (_row(10, launch_us=27.0, host="1"), _row(10)),
+            (_row(5, host="2"), _row(10)),
+            "of Fusebook and of torch: 27 and 5 us on H100, 5 and 5 us on H200; Fusebook's call path has changed",
+        ),
     ],
 )
 def test_a_cause_is_named_where_one_implementation_follows_it(first, second, words):
-    fast, slow = (types.SimpleNamespace(copy=copy, rates={"bfloat16": 1.0}) for copy in (2.0, 1.0))
+    on = [
+        types.SimpleNamespace(name=f"NVIDIA {name}", copy=copy, rates={"bfloat16": 1.0})
+        for name, copy in (("H100", 2.0), ("H200", 1.0))
+    ]
     for row in second:
         row["copy_us"] = 20.0
-    assert words in on_gpus.cause([first, second], [fast, slow])
+    times = [ours["gpu_us"] / other["gpu_us"] for ours, other in (first, second)]
+    assert words in on_gpus.cause([first, second], on, times)
+
+
+def test_verdicts_that_differ_are_compared_on_the_problems_of_both(monkeypatch):
+    def frame(*lost):
+        rows = [{"dtype": "float32", "M": m, "status": "ok", "lost": m in lost} for m in range(1, 5)]
+        return pd.DataFrame(rows)
+
+    first, second = frame(), frame(4)
+    found = {"a": {"softmax": first[first["M"] < 4]}, "b": {"softmax": second}}
+    monkeypatch.setattr(on_gpus, "column", str.upper)
+    monkeypatch.setattr(
+        answers, "verdict", lambda op, rows: types.SimpleNamespace(word="no" if rows["lost"].any() else "yes")
+    )
+    row = on_gpus.differing(found).loc["softmax"]
+    assert row.to_dict() == {"A": "yes", "B": "no", "problems": "3 and 4", "on those of both": "yes"}
+    found["a"] = {"softmax": first}
+    assert on_gpus.differing(found).loc["softmax", "on those of both"] == "yes and no"
 
 
 def test_no_code_chooses_by_the_name_of_a_gpu():

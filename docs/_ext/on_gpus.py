@@ -12,7 +12,7 @@ import pandas as pd
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
-__all__ = ["FALLBACKS", "GPUS", "cause", "flips", "operators", "paths", "setup", "verdicts"]
+__all__ = ["FALLBACKS", "GPUS", "cause", "differing", "flips", "operators", "paths", "setup", "verdicts"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "gpus.csv"
@@ -90,8 +90,36 @@ def verdicts(found):
     return pd.DataFrame.from_dict(rows, orient="index").reindex(columns=names).fillna("")
 
 
+def differing(found):
+    """The operators whose verdicts differ between two GPUs, with the words on the problems that both have."""
+    import answers
+    from fusebook.cards import OPS
+
+    rows, slugs = {}, list(found)
+    for a, b in [(a, b) for i, a in enumerate(slugs) for b in slugs[i + 1 :]]:
+        for name in [name for name in found[a] if name in found[b]]:
+            frames = [found[slug][name] for slug in (a, b)]
+            words = [answers.verdict(OPS[name], frame).word for frame in frames]
+            if len(set(words)) > 1:
+                known = [_problems(frame) for frame in frames]
+                shared = [frame[at.isin(known[1 - i])] for i, (frame, at) in enumerate(zip(frames, known, strict=True))]
+                alike = [answers.verdict(OPS[name], frame).word for frame in shared]
+                rows[name] = {column(slug): word for slug, word in zip((a, b), words, strict=True)} | {
+                    "problems": " and ".join(str(at.nunique()) for at in known),
+                    "on those of both": alike[0] if len(set(alike)) == 1 else " and ".join(alike),
+                }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("operator").fillna("")
+
+
+def _problems(frame):
+    """Sizes and dtype of each row as text."""
+    from fusebook import tables
+
+    return tables.label(frame) + " " + frame["dtype"]
+
+
 def flips(found):
-    """The problems that two GPUs judge differently, by GPU time, and why.
+    """The problems that two GPUs judge differently, by end-to-end time as verdicts do, and why.
 
     They are won on one and lost on the other, or the verdicts of their operator differ and so do they.
     """
@@ -102,37 +130,39 @@ def flips(found):
 
     rows, slugs = [], list(found)
     for a, b in [(a, b) for i, a in enumerate(slugs) for b in slugs[i + 1 :]]:
+        on = [machines()[slug] for slug in (a, b)]
         for name in [name for name in found[a] if name in found[b]]:
             words = {answers.verdict(OPS[name], found[slug][name]).word for slug in (a, b)}
             sides = [compared(OPS[name], found[slug][name], answers.GROUPS[:2]) for slug in (a, b)]
-            ratios = [tables.behind(side)["times as long"] for side in sides]
+            ratios = [tables.behind(side, kind="paid") for side in sides]
             for at in ratios[0].index.intersection(ratios[1].index):
-                times = [float(ratio.loc[at]) for ratio in ratios]
+                times = [float(ratio.loc[at, "times as long"]) for ratio in ratios]
                 sides_of = {(t > 1 + tables.WITHIN) - (t < 1 - tables.WITHIN) for t in times}
                 if len(sides_of) > 1 and (len(words) > 1 or 0 not in sides_of):
-                    points = [_point(side, at) for side in sides]
-                    why = cause(points, [machines()[slug] for slug in (a, b)])
+                    others = [ratio.loc[at, "best other"] for ratio in ratios]
+                    points = [_point(side, at, other) for side, other in zip(sides, others, strict=True)]
                     told = [f"{column(slug)}: {ratio:.2f}" for slug, ratio in zip((a, b), times, strict=True)]
-                    rows.append([name, " ".join(at), ", ".join(told), why])
-    return pd.DataFrame(rows, columns=["operator", "problem", "time over torch's", "cause"])
+                    rows.append([name, " ".join(at), ", ".join(told), cause(points, on, times)])
+    return pd.DataFrame(rows, columns=["operator", "problem", "end-to-end time over torch's", "cause"])
 
 
-def _point(frame, at):
+def _point(frame, at, other):
     """The row of Fusebook, and that of the fastest other implementation."""
-    from fusebook import tables
-
-    rows = frame[(tables.label(frame) == at[0]) & (frame["dtype"] == at[1]) & frame["status"].eq("ok")]
-    ours, others = (rows[rows["group"].eq("ours") == own] for own in (True, False))
-    return ours.iloc[0], others.loc[others["gpu_us"].idxmin()]
+    rows = frame[(_problems(frame) == " ".join(at)) & frame["status"].eq("ok")]
+    return [rows[rows["variant"].eq(name)].iloc[0] for name in ("fusebook", other)]
 
 
 #: How far a ratio of times may be from that of what explains it; the other implementation's has to be twice as far.
 NEAR = 0.1
 #: Microseconds by which two implementations may differ where a launch takes most of the time.
 SMALL = 1.0
+#: Change of a ratio that is as small as what counts as equal.
+CLOSE = 0.03
+#: Ratio of the 80 % to the 20 % quantile from which on something else ran meanwhile.
+DISTURBED = 1.5
 
 
-def cause(points, on):
+def cause(points, on, times):
     """Why a verdict differs: what scales between two GPUs as one of the two implementations does.
 
     Parameters
@@ -140,8 +170,24 @@ def cause(points, on):
     points : list of two pairs
         Of each GPU the rows of Fusebook and of the fastest other.
     on : list of Machine
+    times : list of two floats
+        Of each GPU the end-to-end time of Fusebook over that of the other.
     """
     (ours, other), (ours_too, other_too) = points
+    for pair, machine in zip(points, on, strict=True):
+        for row in pair:
+            if row["gpu_us_80"] > DISTURBED * row["gpu_us_20"]:
+                spread = f"from {row['gpu_us_20']:.1f} to {row['gpu_us_80']:.1f} us on {short(machine.name)}"
+                return f"disturbed: samples of {row['variant']} are {spread}"
+    if abs(times[0] / times[1] - 1) <= CLOSE:
+        return f"a change of {100 * abs(times[0] / times[1] - 1):.0f} %, around the 2 % that count as equal"
+    if any(row["launch_us"] > row["gpu_us"] for row in (ours, ours_too)):
+        took = [f"{row['launch_us']:.0f} and {than['launch_us']:.0f} us" for row, than in points]
+        changed = ours["host"] and ours_too["host"] and ours["host"] != ours_too["host"]
+        return (
+            f"CPU launch time, of Fusebook and of {other['variant']}: {took[0]} on {short(on[0].name)}, {took[1]} on "
+            f"{short(on[1].name)}" + ("; Fusebook's call path has changed in between" if changed else "")
+        )
     if ours["code"] and ours_too["code"] and ours["code"] != ours_too["code"]:
         return "the code: the two GPUs were recorded with different kernels"
     installed = [dict(part.split(" ", 1) for part in row["versions"].split("; ")) for row in (other, other_too)]
@@ -285,12 +331,12 @@ def failures():
 
 
 def predicted():
-    """Of each GPU the time of a kernel that memory limits, over its time on an H200, by the makers' bandwidths."""
+    """Of each GPU the time of a kernel that memory limits, over its time on an H100, by the makers' bandwidths."""
     on = {column(slug): m for slug, m in machines().items()}
-    base = GPUS["H200"][1]
+    base = GPUS["H100"][1]
     rows = {gpu: {"maker's GB/s": rate, "predicted": base / rate} for gpu, (_, rate) in GPUS.items()}
-    for gpu in rows.keys() & on.keys() if "H200" in on else ():
-        rows[gpu]["measured, by a copy"] = on["H200"].copy / on[gpu].copy
+    for gpu in rows.keys() & on.keys() if "H100" in on else ():
+        rows[gpu]["measured, by a copy"] = on["H100"].copy / on[gpu].copy
     return pd.DataFrame.from_dict(rows, orient="index").reindex(
         columns=["maker's GB/s", "predicted", "measured, by a copy"]
     )
@@ -360,10 +406,11 @@ class Flips(_Generated):
         unnamed = {column(slug) for slug, ops in frames().items() for rows in ops.values() if rows["code"].eq("").any()}
         if unnamed:
             says += f" Older records, of {' and '.join(sorted(unnamed))}, do not name their code. "
-            says += "There, a change of it can be a cause, too."
+            says += "There, a change of it, or of the call path before a launch, can be a cause, too."
         return [
             *self.parse_text_to_nodes(says),
-            self.shown(flips(frames()), "Problems whose result differs between two GPUs, GPU time with a cold L2"),
+            self.shown(differing(frames()), "Operators whose verdict differs between two GPUs"),
+            self.shown(flips(frames()), "Problems whose result differs between two GPUs, by end-to-end time"),
         ]
 
 
@@ -392,7 +439,7 @@ class Predicted(_Generated):
 
     def run(self):
         """Divide."""
-        return [self.shown(predicted(), "Predicted time of a memory-bound kernel over that on an H200")]
+        return [self.shown(predicted(), "Predicted time of a memory-bound kernel over that on an H100")]
 
 
 class Versions(_Generated):
