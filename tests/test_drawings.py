@@ -5,7 +5,6 @@ from xml.etree import ElementTree
 import pytest
 
 from fusebook.lesson import _draw
-from fusebook.measure.op import Cost
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -21,17 +20,6 @@ def parts(drawing, tag):
     (svg,) = figure.iter(f"{SVG}svg")
     assert svg.get("aria-label") == told(drawing)
     return list(svg.iter(SVG + tag))
-
-
-def widths(drawing):
-    return [float(box.get("width")) for box in parts(drawing, "rect")]
-
-
-def test_bytes_are_as_long_as_they_are_many():
-    drawing = _draw.traffic("Traffic", {"eager": Cost(5_000_000, 3_000_000, 0), "fused": Cost(1_000_000, 1_000_000, 0)})
-    read, write, least, _ = widths(drawing)
-    assert (read / write, read / least) == (pytest.approx(5 / 3, rel=1e-2), pytest.approx(5, rel=1e-2))
-    assert told(drawing) == "eager reads 5 MB, writes 3 MB; fused reads 1 MB, writes 1 MB."
 
 
 def test_every_update_reaches_its_row_or_none():
@@ -52,10 +40,8 @@ def test_lanes_are_told_in_their_order_and_waiting_is_drawn_empty():
 
 
 def test_no_word_leaves_its_drawing():
-    costs = {"an operation a line": Cost(12_885_000_000, 8_590_000_000, 0)}
     spans = {"second product": [(0, 4, "multiplies"), (4, 5, "waits")]}
     made = (
-        _draw.traffic("", costs),
         _draw.lanes("", spans),
         _draw.owners("", [0, 1, 2, 0, 0], 3),
     )

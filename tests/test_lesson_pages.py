@@ -302,7 +302,7 @@ def downloaded(wheel, tmp_path, monkeypatch):
         with zipfile.ZipFile(made, "w") as archive:
             archive.write(path, path.name)
             archive.writestr(f"{path.stem}.ipynb", json.dumps(notebook(path)))
-        fusebook_site.publish_scripts(folder, "", tmp_path, wheel)
+        fusebook_site.publish_scripts(folder, tmp_path, wheel)
         with zipfile.ZipFile(made) as archive:
             assert {*archive.namelist()} == {path.name, f"{path.stem}.ipynb", lessons.wheel()}
             archive.extractall(empty)

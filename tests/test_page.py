@@ -198,8 +198,6 @@ def test_a_changed_wrapper_makes_its_results_stale():
     assert _results.results(op, config="small").attrs["origin"].stale == ()
     frame = _results.results(toy(honest=variant(lambda x: 2 * x)), config="small")
     assert frame.attrs["origin"].stale == ("toy was measured before the code changed (at commit 0123456789ab)",)
-    assert "toy was measured before the code changed (at commit 0123456789ab)" in _show.provenance(frame)._repr_html_()
-    assert "STALE: toy was measured before the code changed" in repr(_show.provenance(frame))
 
 
 def test_records_are_all_of_a_gpu(recorded):
@@ -260,23 +258,7 @@ def test_what_a_page_measures_is_missed_by_name():
         _results.measured("drift", drift)
 
 
-# Provenance and downloads
-
-
-def test_provenance_says_where_results_come_from(recorded, monkeypatch, tmp_path):
-    monkeypatch.setenv("_FUSEBOOK_DOWNLOADS", str(tmp_path / "downloads"))
-    frame = _results.results(SOFTMAX, config="small")
-    text = _show.provenance(frame)._repr_html_()
-    for fact in ("Replayed from the record of", "Made-up GPU", "driver 1.0", "CUDA 13.0", "2000-01-01", "0123456789ab"):
-        assert fact in text
-    assert 'href="downloads/nvidia-h200-softmax.csv"' in text
-    raw = (tmp_path / "downloads" / "nvidia-h200-softmax.csv").read_text()
-    assert raw == frame.attrs["origin"].path.read_text()
-
-
-def test_provenance_refuses_a_frame_that_has_lost_its_origin():
-    with pytest.raises(ValueError, match=r"expected what results\(\) or measured\(\) returned"):
-        _show.provenance(pd.DataFrame({"a": [1]}))
+# Downloads
 
 
 def test_downloads_are_a_csv_and_a_real_spreadsheet(recorded, tmp_path):

@@ -1,17 +1,12 @@
 """How the site presents pages: what is folded, what has an address, what is published for download."""
 
 import re
-import tomllib
-import zipfile
 from pathlib import Path
 
 import docutils.core
-import pytest
 from docutils import nodes
 from sphinx import addnodes
 
-import fusebook_site
-import lessons
 import pages
 import reading
 import reference
@@ -93,41 +88,6 @@ def test_each_kernel_has_its_page_and_the_harness_has_none(tmp_path):
     assert reference.pages_of("fusebook.exp", tmp_path) == ["101"]
     assert reference.pages_of("fusebook.embedding_backward", tmp_path) == ["103"]
     assert reference.pages_of("fusebook.lesson.Page", tmp_path) == []
-
-
-HEADER = """# /// script
-# dependencies = ["fusebook[book]"]
-#
-# [tool.uv.sources]
-# fusebook = { path = "..", editable = true }
-# ///
-"""
-
-
-@pytest.mark.parametrize("repository", ["", "https://example.org/fusebook"])
-def test_a_downloaded_script_says_where_fusebook_comes_from(tmp_path, repository):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "plot_1.py").write_text(HEADER + "1 + 1\n")
-    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
-        archive.write(tmp_path / "a" / "plot_1.py", "plot_1.py")
-    fusebook_site.publish_scripts(tmp_path, repository)
-    text = (tmp_path / "a" / "plot_1.py").read_text()
-    assert zipfile.ZipFile(tmp_path / "all.zip").read("plot_1.py").decode() == text
-    block = tomllib.loads("".join(line[2:] + "\n" for line in text.split("# ///")[1].splitlines()[1:]))
-    assert block["dependencies"] == ["fusebook[book]"] and text.endswith("1 + 1\n")
-    if repository:
-        assert block["tool"]["uv"]["sources"]["fusebook"] == {"git": repository, "rev": fusebook_site.commit()}
-    else:
-        assert "tool" not in block and "pip install" in text
-
-
-def test_every_page_can_be_published_by_itself():
-    for path in sorted((ROOT / "examples").glob("plot_*.py")):
-        text = path.read_text(encoding="utf-8")
-        if lessons.of_lesson_api(path.stem):
-            assert fusebook_site.alone(text, "") == text, "a lesson has no header"
-            continue
-        assert 'path = ".."' in text and 'path = ".."' not in fusebook_site.alone(text, ""), path.name
 
 
 def test_the_gallery_has_a_heading_for_each_section():

@@ -9,7 +9,7 @@ import torch
 
 from fusebook import tables
 from fusebook.lesson._claims import Claim, Claims
-from fusebook.lesson._show import downloads, provenance, table
+from fusebook.lesson._show import downloads, table
 from fusebook.measure import bench, explore, record
 from fusebook.measure import machine as machines
 from fusebook.measure.bench import Origin
@@ -40,7 +40,6 @@ def frame(tmp_path, monkeypatch):
 
 def test_names_are_escaped_in_html(frame):
     shown = [
-        provenance(frame),
         table(frame.set_index("variant"), HOSTILE),
         table(frame[:0], HOSTILE),
         Claims([Claim(HOSTILE, True)]),
@@ -52,7 +51,7 @@ def test_names_are_escaped_in_html(frame):
 
 def test_a_file_that_is_offered_lies_in_its_folder(frame, tmp_path):
     frame.loc[:, "op"] = "../../elsewhere"
-    provenance(frame)
+    downloads(frame, "offered")
     assert [f.parent for f in tmp_path.rglob("*.csv")] == [tmp_path / "downloads"]
     for name in OUTSIDE[:4]:
         with pytest.raises(ValueError, match="no folder"):

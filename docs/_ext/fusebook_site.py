@@ -289,7 +289,7 @@ def publish(app, exception):
         if source.is_dir():
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
     made = build_wheel(html / "wheel")
-    publish_scripts(html / "_downloads", app.config.fusebook_repository, Path(app.srcdir) / "auto_examples", made)
+    publish_scripts(html / "_downloads", Path(app.srcdir) / "auto_examples", made)
     if not app.config.fusebook_repository and front.under_git():
         publish_source(html / front.ARCHIVE)
     notebooks = html / "notebooks"
@@ -298,30 +298,6 @@ def publish(app, exception):
         notebooks.mkdir()
         for notebook in (Path(app.srcdir) / "auto_examples").glob("plot_*.ipynb"):
             shutil.copy(notebook, notebooks)
-
-
-@functools.cache
-def commit():
-    """The commit that the site is built from; the branch where that is not known."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return git.stdout.strip() or "main"
-
-
-def alone(text, repository):
-    """The text of a page as it runs outside of a checkout: it names where fusebook comes from, or says how to get it.
-
-    Parameters
-    ----------
-    text : str
-        With a header as of PEP 723, for which fusebook lies beside the page.
-    repository : str
-        Its address; empty where none is known.
-    """
-    if repository:
-        source = f'[tool.uv.sources]\n# fusebook = {{ git = "{repository}", rev = "{commit()}" }}'
-    else:
-        source = "# Where fusebook comes from is yours to say: pip install PATH[book,ort], of a checkout of its source."
-    return re.sub(r"\[tool\.uv\.sources\]\n# fusebook = .*", lambda _: source, text, count=1)
 
 
 def publish_source(file):
@@ -343,24 +319,21 @@ def build_wheel(folder):
     return folder / lessons.wheel()
 
 
-def publish_scripts(folder, repository, generated=None, wheel=None):
+def publish_scripts(folder, generated, wheel=None):
     """Make the scripts that are downloaded run by themselves, also those in archives.
 
     Parameters
     ----------
     folder : pathlib.Path
         Of the downloads.
-    repository : str
-        Its address; empty where none is known.
-    generated : pathlib.Path, optional
+    generated : pathlib.Path
         The folder of what is made from the pages.
     wheel : pathlib.Path, optional
         Of the library, for the archives of lessons.
     """
 
     def complete(name, text):
-        found = lessons.built(generated, name) if generated and lessons.lesson(name) else {}
-        return lessons.fill(alone(text, repository), found) if found else alone(text, repository)
+        return lessons.fill(text, lessons.built(generated, name)) if lessons.lesson(name) else text
 
     for path in folder.rglob("plot_*.py"):
         path.write_text(complete(path.stem, path.read_text(encoding="utf-8")), encoding="utf-8")

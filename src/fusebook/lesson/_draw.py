@@ -6,9 +6,8 @@ import html
 from collections.abc import Mapping, Sequence
 
 from fusebook.lesson._show import Shown, rich
-from fusebook.measure.op import Cost
 
-__all__ = ["lanes", "owners", "traffic"]
+__all__ = ["lanes", "owners"]
 
 #: So narrow that words are read on a telephone, too, where all of it is shrunk to the width of the text.
 _WIDTH = 440
@@ -130,23 +129,3 @@ def owners(caption: str, keys: Sequence[int], rows: int) -> Shown:
     if lost:
         told.append(f"masked, and nowhere: update {', '.join(lost)}")
     return _drawing(caption, told, height, parts)
-
-
-def traffic(caption: str, costs: Mapping[str, Cost]) -> Shown:
-    """The bytes that ways of computing read and write, as a card states them."""
-    step, top, bar = 46.0, 18.0, 20.0
-    most = max(cost.read + cost.write for cost in costs.values())
-    scale = (_WIDTH - 2) / most
-    parts, told = [], []
-    for i, (name, cost) in enumerate(costs.items()):
-        y, x = step * i, 1.0
-        words = f"reads {cost.read / 1e6:,.0f} MB, writes {cost.write / 1e6:,.0f} MB"
-        parts.append(_text(x, y + top - 4, f"{name}: {words}"))
-        for amount, what, colour in ((cost.read, "read", _BLUE), (cost.write, "written", _AMBER)):
-            width = scale * amount
-            parts.append(_box(x, y + top, width, bar, colour))
-            if width > 56:
-                parts.append(_text(x + width / 2, y + top + 15, what, "middle"))
-            x += width
-        told.append(f"{name} {words}")
-    return _drawing(caption, told, step * len(costs), parts)

@@ -250,7 +250,7 @@ def results(
         frame = bench.run(op, config=config if folder else live or config, dtype=dtype, variants=variants, **how)
         if folder:
             record.write(frame, folder)
-        return _told(frame)
+        return frame
     command = f"python -m fusebook.measure.record {op.name} --config {config} --dtype {dtype}"
     if op.name not in OPS:  # a card of its own page: what records kernels does not know it
         command = "nox -s record"
@@ -262,7 +262,7 @@ def results(
             old = frame["status"].isin(("failed", "out of memory"))  # for a reason that may be gone
             old |= (frame["stale"] != "") | (frame["stale_host"] != "")
             _place.stale(bool(lacking or old.any()))
-            return _told(frame)
+            return frame
         except record.Missing as missing:
             what = missing
     return _nothing(f"{what} on {machine.slug()}", command)
@@ -288,13 +288,6 @@ def _nothing(what: str, command: str, *, excused: bool = False) -> NoReturn:
         f"There is no CUDA GPU here and no record of {what} to replay: run `{command}` on a machine with a GPU.",
         excused=excused,
     )
-
-
-def _told(frame: pd.DataFrame) -> pd.DataFrame:
-    """What a page has asked for, kept for the box that says of what machine and of what code its results are."""
-    if frame.attrs["origin"].machine is not None:
-        _place.remember("asked", frame)
-    return frame
 
 
 def _noted(frame: pd.DataFrame) -> pd.DataFrame:
@@ -372,7 +365,7 @@ def measured(
         _place.stale(was.code != code)
         stale = () if was.code == code else (f"{name} was measured before the code changed (at commit {was.commit})",)
         frame.attrs["origin"] = dataclasses.replace(was, stale=stale, page=name)
-    return _told(frame)
+    return frame
 
 
 def records(gpu: str | None = None) -> dict[str, pd.DataFrame]:

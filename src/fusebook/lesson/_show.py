@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = [
-    "Folded", "Listing", "Source", "downloads", "environment", "lines_behind", "lines_of", "provenance",
-    "solution", "sortable", "table",
+    "Folded", "Listing", "Source", "downloads", "environment", "lines_behind", "lines_of", "solution", "sortable",
+    "table",
 ]  # fmt: skip
 
 
@@ -85,12 +85,9 @@ class Gathered(NamedTuple):
     """Where results come from, see `gathered`."""
 
     machine: Any
-    measured: bool
     dates: list[str]
     versions: str
     commits: list[str]
-    stale: list[str]
-    raw: list[tuple[str, str]]
 
 
 def gathered(*frames: pd.DataFrame) -> Gathered:
@@ -103,7 +100,7 @@ def gathered(*frames: pd.DataFrame) -> Gathered:
     """
     origins = [o for frame in frames if isinstance(o := frame.attrs.get("origin"), Origin) and o.machine]
     if not frames or len(origins) < len(frames):
-        raise ValueError("page.provenance: expected what results() or measured() returned, whose attrs are kept")
+        raise ValueError("gathered: expected what results() or measured() returned, whose attrs are kept")
 
     def seen(column: str, field: str) -> list[str]:
         values = {str(v) for f in frames if column in f for v in f[column].dropna()}
@@ -112,56 +109,12 @@ def gathered(*frames: pd.DataFrame) -> Gathered:
     on: Any = origins[0].machine
     return Gathered(
         on,
-        measured=all(o.measured for o in origins),
         dates=seen("date", "date") or [str(on.date)],
         versions=_once(seen("versions", "versions")),
         commits=sorted(
             {commit for text in seen("commit", "commit") or [str(on.commit)] for commit in text.split("; ")} - {""}
         ),
-        stale=sorted({why for o in origins for why in o.stale}),
-        raw=list(dict.fromkeys(_raw(frame) for frame in frames)),
     )
-
-
-def provenance(*frames: pd.DataFrame) -> Shown:
-    """Where results come from: the GPU, versions, date, commit, method, and the raw record; frames as of `gathered`.
-
-    On the site these are all that the page has asked for so far, so that none of other code goes unnamed.
-    """
-    _place.remember("frames", *frames)
-    on, measured, dates, versions, commits, changes, raw = gathered(*frames, *_place.shown.get("asked", []))
-    stale = "; ".join(changes)
-    facts = {
-        "GPU": f"{on.name}, driver {on.driver}, CUDA {on.cuda}",
-        "Versions": f"Python {on.python}; {versions or f'torch {on.torch}; triton {on.triton}'}",
-        "Date": dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}",
-        "Commit": ", ".join(commit[:12] for commit in commits),
-    }
-    if measured:
-        headline = f"Measured {'while this page was built' if _place.sphinx() else 'just now'} on {on.name}"
-    else:
-        headline = f"Replayed from the record of {on.name}"
-    lines = [headline, *([f"  STALE: {stale}"] if stale else []), *(f"  {k}: {v}" for k, v in facts.items() if v)]
-    told = {k: rich(v) for k, v in facts.items()}
-    if repository := os.environ.get("FUSEBOOK_REPOSITORY", "").rstrip("/"):
-        address = f"{html.escape(repository)}/commit/"
-        told["Commit"] = ", ".join(f'<a href="{address}{html.escape(c)}">{rich(c[:12])}</a>' for c in commits)
-    told["Method"] = (
-        '<a href="../method.html">how we time</a>' if _place.sphinx() else "cold: events after an L2 flush, medians"
-    )
-    told["Raw"] = ", ".join(
-        f'<a href="{html.escape(url)}">{rich(name)}</a>' if url else rich(name) for name, url in raw
-    )
-    changed = (
-        '<p class="fb-stale">Changed since it was recorded, so that its times may be out of date: '
-        f"{rich(stale)}. Whether results are right was checked as this page was built.</p>"
-    )
-    made = (
-        f'<div class="fb-provenance{" fb-stale-box" if stale else ""}">{changed if stale else ""}'
-        f'<details><summary class="fb-headline">{rich(headline)}</summary>'
-        f"<dl>{''.join(f'<dt>{k}</dt><dd>{v}</dd>' for k, v in told.items() if v)}</dl></details></div>"
-    )
-    return Shown(made, "\n".join(lines))._now()
 
 
 def _once(texts: list[str]) -> str:
@@ -179,23 +132,6 @@ def _newer(name: str, found: Iterable[str]) -> str:
     numbers = [tuple(map(int, re.findall(r"\d+", version)[:2])) for version in found]
     older = newest and all(number < tuple(map(int, newest.split("."))) for number in numbers)
     return f" (the newest is {newest})" if older else ""
-
-
-def _raw(frame: pd.DataFrame) -> tuple[str, str]:
-    """The name of the raw record and its address; no address where nothing is offered for download."""
-    origin: Origin = frame.attrs["origin"]
-    name = origin.page or "-".join(dict.fromkeys(frame["op"]))
-    if not os.environ.get("_FUSEBOOK_DOWNLOADS"):
-        return (origin.path.name if origin.path else f"{name}, not recorded"), ""
-    if not origin.path and "config" in frame:  # a page measures several configs, each a file of its own
-        name += f"-{frame['config'].iloc[0]}"
-    name = re.sub(r"[^\w.,+-]+", "-", name)  # of a record, which may say anything: no path, and no folder
-    target = _place.folder() / f"{origin.machine.slug if origin.machine else 'cpu'}-{name}.csv"
-    if origin.path:
-        shutil.copyfile(origin.path, target)
-    else:
-        _harmless(frame).to_csv(target, index=False)
-    return target.name, _place.link(target)
 
 
 def _harmless(frame: pd.DataFrame) -> pd.DataFrame:
