@@ -86,7 +86,10 @@ _MOVED |= {"digests": "measure.sources", "launches": "measure.compiled", "ways":
 
 
 class _Moved:
-    """The last finder of modules, which finds none, and names the new address of a module that moved."""
+    """The first finder of modules: finds none, and names the new address of a module that moved.
+
+    It comes before the finder of folders, which takes a `__pycache__` that was left behind for a package.
+    """
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
@@ -95,7 +98,7 @@ class _Moved:
             raise ModuleNotFoundError(f"{name} moved: use fusebook.{_MOVED[module]}")
 
 
-sys.meta_path.append(_Moved)
+sys.meta_path.insert(0, _Moved)
 
 # Names that NumPy or torch has too are missing: `from fusebook import *` must not replace `exp` or `nn`.
 __all__ = [
