@@ -709,10 +709,11 @@ def test_plans_of_copies_know_how_many_products_and_copies_there_are(way, monkey
     """Of a loss, of one with its gradients, and of one whose logits are kept, with those of its backward pass."""
     h, head, target, _ = losses.LINEAR_CROSS_ENTROPY.make(generator(3, DEVICE), torch.float16, M=7, K=19, N=21)
     told, copies, products = [], [], []
-    copy, apply, wide = kernels._copy_into, kernels.apply, kernels._wide_matmul
+    copy, apply = kernels._copy_into, kernels.apply
+    matmuls = F.linear, torch.mm, torch.addmm, kernels._wide_matmul, kernels._add_across, kernels._add_lowered
 
     def applied(function, *given, **how):
-        products.extend([function] * (function in (F.linear, torch.mm, torch.addmm, wide, kernels._add_lowered)))
+        products.extend([function] * (function in matmuls))
         return apply(function, *given, **how)
 
     monkeypatch.setattr(kernels, "_pads", lambda *_, **how: told.append((how["products"], how["copies"])) or True)

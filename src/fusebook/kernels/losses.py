@@ -54,8 +54,8 @@ from ._call import (
     FLOATING,
     INTEGERS,
     Operator,
+    _autocast,
     apply,
-    as_it_is,
     capturing,
     contiguous,
     empty,
@@ -992,7 +992,13 @@ def _entropy_into(
     _reduce(loss, left, target, terms, known, x.shape[1])
 
 
-def _scale_into(_: None, gradients: list[Tensor], scale: Tensor) -> None:
+def _scale_into(_: None, *given: Tensor | None) -> None:
+    """Multiply gradients by a number, or rows by one each. A single number 1 costs no more than the launch."""
+    *gradients, scale = (t for t in given if t is not None)
+    gradients = [dx if dx.dim() == 2 else dx.view(-1, dx.shape[-1]) for dx in gradients if dx.numel()]
+    if not gradients:
+        return
+    scale = _line(scale) if scale.dim() > 1 else scale
     (rows, columns), step = zip(*(dx.shape for dx in gradients), strict=True), scale.stride(0) if scale.dim() else 0
     block = min(4096, triton.next_power_of_2(max(columns)))
     tiles = sum(m * triton.cdiv(n, block) for m, n in zip(rows, columns, strict=True))
@@ -1001,17 +1007,11 @@ def _scale_into(_: None, gradients: list[Tensor], scale: Tensor) -> None:
     launch(_scale_rows, grid, tuple(gradients), scale, rows, columns, strides, step, BLOCK=block, num_warps=8)
 
 
+#: Not of a list: a call with one is not among those that are known without a key.
 _scale = Operator(
-    "scale_gradients", "(Tensor(a!)[] gradients, Tensor scale) -> ()",
+    "scale_gradients", "(Tensor(a!) first, Tensor(b!)? second, Tensor(c!)? third, Tensor scale) -> ()",
     check=lambda *given: given, outputs=lambda *_: None, into=_scale_into,
 )  # fmt: skip
-
-
-def _scale_in_place(gradients: Sequence[Tensor], scale: Tensor) -> None:
-    """Multiply gradients by a number, or rows by one each. A single number 1 costs no more than the launch."""
-    matrices = [dx if dx.dim() == 2 else dx.view(-1, dx.shape[-1]) for dx in gradients if dx.numel()]
-    if matrices:
-        _scale.call(matrices, scale.reshape(-1) if scale.dim() > 1 else scale)
 
 
 # Launchers of hidden states ------------------------------------------------------------------------------------------
@@ -1126,14 +1126,22 @@ def _wide_matmul(out: Tensor, x: Tensor, w: Tensor, first: bool) -> None:
         torch.addmm(out, x.to(out.dtype), w.to(out.dtype), beta=0 if first else 1, out=out)
 
 
+def _add_across(out: Tensor, x: Tensor, w: Tensor, first: bool) -> None:
+    """Add ``x.T @ w``. A replay makes the transpose in less time here than as an argument."""
+    if first:
+        torch.mm(x.t(), w, out=out)
+    else:
+        torch.addmm(out, x.t(), w, out=out)
+
+
 def _add_lowered(out: Tensor, x: Tensor, w: Tensor, first: bool) -> None:
-    """Add a matmul, lowered. No part of its sum is rounded before, or it might become infinite."""
+    """Add ``x.T @ w``, lowered. No part of its sum is rounded before, or it might become infinite."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_fp16_reduced_precision_reduction
     try:
         if before:
             matmul.allow_fp16_reduced_precision_reduction = False
-        torch.addmm(out, x, w, beta=0 if first else 1, alpha=1 / RAISED, out=out)
+        torch.addmm(out, x.t(), w, beta=0 if first else 1, alpha=1 / RAISED, out=out)
     finally:
         if before:
             matmul.allow_fp16_reduced_precision_reduction = before
@@ -1246,21 +1254,14 @@ class _Gradients:
         else:  # the memory of their gradient holds hidden states without ignored rows, until it is written
             lifted = dh
             _copy_into(lifted, states, *ignored)
+        add = _add_across if self.raised is None else _add_lowered
         for at in head.pieces:
-            self._add(self.dhead[at], dx[:, at].T, lifted, not part.start)
+            apply(add, self.dhead[at], dx[:, at], lifted, not part.start)
             if self.dbias is not None:
-                self._add(self.dbias[at], dx[:, at].T, ones, not part.start)
+                apply(add, self.dbias[at], dx[:, at], ones, not part.start)
         if lifted is dh:
             head.backward(dh, dx)
             _copy_into(dh, None, *ignored)  # zeros, also if the head is not finite
-
-    def _add(self, out: Tensor, dx: Tensor, right: Tensor | None, first: bool) -> None:
-        if self.raised is not None:
-            apply(_add_lowered, out, dx, right, first)
-        elif first:
-            apply(torch.mm, dx, right, out=out)
-        else:
-            apply(torch.addmm, out, dx, right, out=out)
 
     def finish(self) -> None:
         """Copy what was found in padded memory."""
@@ -1397,7 +1398,7 @@ class Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        g = as_it_is(g)
+        g = g.resolve_neg()
         gradients, ctx.gradients = ctx.gradients, None
         # A batch of gradients, as torch.autograd makes it, or zeros without memory.
         batched = not (torch._C._has_storage(g) and g.data_ptr())
@@ -1414,7 +1415,7 @@ class Once(torch.autograd.Function):
         elif batched:
             gradients = [dx * g.view(g.shape + (1,) * (dx.dim() - g.dim())) for dx in gradients]
         else:
-            _scale_in_place(gradients, g)
+            _scale.call(*gradients, *(None,) * (3 - len(gradients)), g)
         return None, None, *gradients, *[None] * (len(ctx.needs_input_grad) - 2 - len(gradients))
 
 
@@ -1623,8 +1624,10 @@ def _check_linear(h: Any, head: Any, bias: Any, target: Any, weight: Any, *rest:
     return h, head, bias, target, *terms, *rest[6:]
 
 
-def _read_linear(h: Tensor, head: Tensor, bias: Any, target: Tensor, weight: Any, reduction: Any, *rest: Any) -> None:
-    ignore_index, *_, check = rest[:5]
+def _read_linear(
+    h: Tensor, head: Tensor, bias: Any, target: Tensor, weight: Any, reduction: Any, ignore_index: Any,
+    smoothing: Any, z_loss: Any, softcap: Any, check: Any, *_: Any,
+) -> None:  # fmt: skip
     if check is not False:
         _read_target("linear_cross_entropy", target, len(head), ignore_index, check)
 
@@ -1777,26 +1780,25 @@ def linear_cross_entropy(
     >>> fusebook.linear_cross_entropy(h, head, t).backward()  # doctest: +SKIP
     """
     rest = (reduction, ignore_index, label_smoothing, z_loss, softcap, check, rows)
-    if isinstance(hidden, Tensor) and isinstance(head, Tensor):
-        hidden, head, *low = lowered(hidden, head, *([] if bias is None else [bias]))
-        bias = low[0] if low else bias
-    given = [t for t in (hidden, head) if isinstance(t, Tensor)]
-    learned = given if bias is None else [*given, bias]
-    recorded = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in learned)
-    plain = len(given) == 2 and all(type(t) in (Tensor, Parameter) for t in learned)
+    learned = (hidden, head) if bias is None else (hidden, head, bias)
+    plain = torch.is_grad_enabled() and all([type(t) in (Tensor, Parameter) for t in learned])
     plain = plain and not getattr(weight, "requires_grad", False)  # which is refused where gradients are recorded
-    scaled = any(t.dtype == torch.float16 for t in given)
-    if recorded and plain and not scaled and reduction != "none" and torch.compiler.is_dynamo_compiling():
+    if not plain or not any([t.requires_grad for t in learned]):
+        return _linear.call(hidden, head, bias, target, weight, *rest)  # type: ignore[no-any-return]
+    if _autocast():
+        hidden, head, *low = lowered(*learned)
+        bias = low[0] if low else None
+    scaled = hidden.dtype is torch.float16 or head.dtype is torch.float16
+    if not scaled and reduction != "none" and torch.compiler.is_dynamo_compiling():
         return _InGraph.apply(rest, hidden, head, bias, target, weight)  # type: ignore[no-any-return]
-    if not recorded or not plain or watched() or (not _keeps_logits(rows, *given) if scaled else reduction == "none"):
-        return _linear(hidden, head, bias, target, weight, *rest)
-    count = 2 if bias is None else 3  # of gradients
-    apart = hidden.detach(), head.detach(), None if bias is None else bias.detach()
+    if watched() or (not _keeps_logits(rows, hidden, head) if scaled else reduction == "none"):
+        return _linear.call(hidden, head, bias, target, weight, *rest)  # type: ignore[no-any-return]
+    count = len(learned)  # of gradients
 
     def found() -> Sequence[Any]:
         if not scaled:
-            return _linear_all(*apart, target, weight, *rest, None)[: 1 + count]
-        loss, kept = _linear_kept(*apart, target, weight, *rest[:6])
+            return _linear_all.call(hidden, head, bias, target, weight, *rest, None)[: 1 + count]
+        loss, kept = _linear_kept.call(hidden, head, bias, target, weight, *rest[:6])
 
         def later(g: Tensor, *tensors: Tensor | None) -> Sequence[Tensor]:
             return _linear_over(kept, *(t if t is None else t.detach() for t in tensors), *rest[:5], g)[:count]
