@@ -525,7 +525,8 @@ def test_tensors_that_are_alike_lie_in_their_order():
 
 
 def test_variants_run_forward_then_reversed():
-    assert timing._rounds(["a", "b"], 3) == ["a", "b", "b", "a", "a", "b"]
+    assert timing._rounds({"a": 3, "b": 3}) == ["a", "b", "b", "a", "a", "b"]
+    assert timing._rounds({"a": 3, "b": 1}) == ["a", "b", "a", "a"]
 
 
 def test_a_staircase_checks_each_step_and_times_those_of_a_cpu_by_the_call():

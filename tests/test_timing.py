@@ -169,11 +169,14 @@ def test_long_calls_are_repeated_less_and_some_times_at_least(monkeypatch):
     assert found["long"].n == timing._FEWEST > 1 and len(calls) == 1 + timing._FEWEST, "it is warm by one call"
     assert timing.call({"short": lambda: clock.launch(1e-5)}, repeat=30)["short"].n == 30
     assert timing.call({"long": lambda: clock.launch(10.0)}, repeat=2)["long"].n == 2
+    both = {"long": lambda: clock.launch(10.0), "short": lambda: clock.launch(1e-5)}
+    assert [q.n for q in timing.call(both, repeat=30).values()] == [timing._FEWEST, 30], "each by its own time"
 
 
 def test_batches_of_long_calls_are_short(monkeypatch):
     clock = Clock(monkeypatch)
-    assert timing._calls_to_queue(lambda: clock.launch(1e-2)) == timing._FEW
+    assert timing._calls_to_queue(lambda: clock.launch(1e-2)) == 1
+    assert timing._calls_to_queue(lambda: clock.launch(1e-3)) == timing._FEW
     assert timing._calls_to_queue(lambda: clock.launch(1.001e-4)) == int(timing._QUEUED / 1.001e-4)
 
 

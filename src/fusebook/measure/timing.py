@@ -39,13 +39,17 @@ VERSION = 1
 
 Functions = Mapping[str, Callable[[], Any]]
 
-# A variant slower than this per call is timed less often than asked, but never less than `_FEWEST` times.
-_SECONDS = 0.6
+# Seconds of the timed calls of a function: long calls are timed less often than asked, but `_FEWEST` times at least.
+_SECONDS = 0.3
 _FEWEST = 7
 # GPU time hardly varies: with a median so many times the 20 % quantile, the host was late with many launches. Such a
 # call is timed up to so often.
 _LATE = 1.5
 _ATTEMPTS = 3
+# A call of more seconds is warm after one call, and fills no queue.
+_LONG = 5e-3
+# Seconds in which the host learns that the device has nothing to do.
+_ASKING = 2e-5
 # Seconds of work that a call is queued behind to see whether it waits for the device.
 _BUSY = 5e-3
 # The address of an output decides how far it is from its slices of L2, and so the time of a small kernel. Short calls
@@ -62,7 +66,7 @@ _BATCH = 50
 _FEW = 4
 # Seconds of GPU work in a batch, and of all batches of a function. This work is not timed.
 _QUEUED = 2e-3
-_BATCHES = 0.1
+_BATCHES = 0.05
 # Floats in a row of the buffer that flushes, 64 KiB: one block sums it.
 _ROW = 2**14
 
@@ -84,9 +88,10 @@ class Quantiles:
         return Quantiles(q20, q50, q80, len(samples))
 
 
-def _rounds(names: Sequence[str], repeat: int) -> list[str]:
-    """Names in the order to run them: forward, reversed, forward, ..."""
-    return [name for i in range(repeat) for name in (names if i % 2 == 0 else reversed(names))]
+def _rounds(repeats: dict[str, int]) -> list[str]:
+    """Names in the order to run them, each so often: forward, reversed, forward, ..."""
+    rounds = range(max(repeats.values(), default=0))
+    return [name for i in rounds for name in (repeats if i % 2 == 0 else reversed(repeats)) if i < repeats[name]]
 
 
 @functools.lru_cache(maxsize=None)
@@ -136,15 +141,29 @@ class _Flush:
 
 
 def _host_seconds(function: Callable[[], Any]) -> float:
-    """Launch time of a call: the least of five."""
-    best = math.inf
+    """Launch time of a call: the least of five, or of fewer long ones."""
+    best, begin = math.inf, time.perf_counter()
     for _ in range(5):
         torch.cuda.synchronize()
         start = time.perf_counter()
         function()
         best = min(best, time.perf_counter() - start)
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        if time.perf_counter() - begin > 5 * _LONG:
+            break
     return best
+
+
+def _warmed(function: Callable[[], Any], warmup: int) -> float:
+    """Seconds of the last of some calls, which are fewer if they are long; 0 without a call."""
+    last = 0.0
+    for _ in range(warmup):
+        start = time.perf_counter()
+        function()
+        _wait()
+        if (last := time.perf_counter() - start) > _LONG:
+            break
+    return last
 
 
 def synchronises(function: Callable[[], Any]) -> bool:
@@ -170,7 +189,7 @@ def synchronises(function: Callable[[], Any]) -> bool:
 
 
 def hidden(function: Callable[[], Any]) -> float:
-    """Seconds for which the device still works after the current stream has finished a call: the least of five.
+    """Seconds for which the device still works after the current stream has finished a call: the least of up to five.
 
     Work on a stream that the current one does not wait for escapes CUDA events. A few microseconds are the cost of
     asking.
@@ -185,6 +204,8 @@ def hidden(function: Callable[[], Any]) -> float:
         start = time.perf_counter()
         torch.cuda.synchronize()
         rest = min(rest, time.perf_counter() - start)
+        if rest < _ASKING:
+            break
     return rest
 
 
@@ -210,21 +231,17 @@ def cold(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str
     """
     flush = _flush()
     outlast: dict[str, float] = {}
-    slowest = 0.0
+    repeats: dict[str, int] = {}
     for name, function in functions.items():
-        for _ in range(warmup):
-            function()
+        _warmed(function, warmup)
         if not synchronises(function):
             outlast[name] = 2 * _host_seconds(function) + 20e-6
-            start = time.perf_counter()
-            function()
-            torch.cuda.synchronize()
-            slowest = max(slowest, time.perf_counter() - start)
+            repeats[name] = _repeats(_warmed(function, 1), repeat)
     found: dict[str, Quantiles | None] = dict.fromkeys(functions)
-    late = list(outlast)
+    late = repeats
     for _ in range(_ATTEMPTS):
         events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in late}
-        for name in _rounds(late, _repeats(slowest, repeat)):
+        for name in _rounds(late):
             start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush(outlast[name])
             start_event.record()
@@ -234,7 +251,7 @@ def cold(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str
         torch.cuda.synchronize()
         times = {name: Quantiles.of([s.elapsed_time(e) / 1e3 for s, e in pairs]) for name, pairs in events.items()}
         found |= times
-        late = [name for name, q in times.items() if q.q50 > _LATE * q.q20]
+        late = {name: repeats[name] for name, q in times.items() if q.q50 > _LATE * q.q20}
     return found
 
 
@@ -259,10 +276,11 @@ def warm(functions: Functions, *, repeat: int = 30) -> dict[str, Quantiles | Non
     for _ in range(_PLACEMENTS):
         graphs = {name: captured for name, f in functions.items() if (captured := _capture(f)) is not None}
         kept.append(graphs)
-        for graph, _ in graphs.values():
+        for graph, _, _ in graphs.values():
             graph.replay()
-        for name in _rounds(list(graphs), max(_FEWEST, repeat // _PLACEMENTS)):
-            graph, calls = graphs[name]
+        fewer = max(_FEWEST, repeat // _PLACEMENTS)
+        for name in _rounds({name: _repeats(seconds, fewer) for name, (_, _, seconds) in graphs.items()}):
+            graph, calls, _ = graphs[name]
             start.record()
             graph.replay()
             end.record()
@@ -273,25 +291,26 @@ def warm(functions: Functions, *, repeat: int = 30) -> dict[str, Quantiles | Non
     return {name: Quantiles.of(samples[name]) if name in samples else None for name in functions}
 
 
-def _capture(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, int] | None:
+def _capture(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, int, float] | None:
+    """A graph of calls, their number, and about how many seconds a replay lasts; None where capture fails."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     side, before = torch.cuda.Stream(), torch.cuda.current_stream()
     try:
         side.wait_stream(before)
         with torch.cuda.stream(side):  # libraries set themselves up on the stream that captures
-            function()
-        before.wait_stream(side)
+            seconds = _warmed(function, 1)
         # The calls of a replay share its cost. Their number follows from the GPU time in a graph. By launch time,
         # functions with a slow launcher would bear more of that cost.
-        pilot = _captured(function, _PILOT, side, before)
+        few = 1 if seconds > _LONG else _PILOT
+        pilot = _captured(function, few, side, before)
         pilot.replay()
         start.record()
         pilot.replay()
         end.record()
         end.synchronize()
-        each = start.elapsed_time(end) / 1e3 / _PILOT
+        each = start.elapsed_time(end) / 1e3 / few
         calls = max(1, min(_MOST, math.ceil(_REPLAY / max(each, 1e-7))))
-        return _captured(function, calls, side, before), calls
+        return (pilot if calls == few else _captured(function, calls, side, before)), calls, calls * each
     except Exception:  # a library may raise anything when it is captured
         torch.cuda.synchronize()
         return None
@@ -351,10 +370,9 @@ def _calls_to_queue(function: Callable[[], Any]) -> int:
     With a full queue, each of many calls takes longer than each of few.
     """
     _wait()
-    start = time.perf_counter()
-    function()
-    _wait()
-    calls = max(_FEW, min(_BATCH, int(_QUEUED / max(time.perf_counter() - start, 1e-9))))
+    if (seconds := _warmed(function, 1)) > _LONG:
+        return 1
+    calls = max(_FEW, min(_BATCH, int(_QUEUED / max(seconds, 1e-9))))
     if calls > _FEW:
         many, few = (min(_queued(function, n) for _ in range(3)) for n in (calls, _FEW))
         if many > 1.5 * few:
@@ -365,8 +383,8 @@ def _calls_to_queue(function: Callable[[], Any]) -> int:
 def host(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str, Quantiles | None]:
     """CPU launch time of a call among many, without synchronisation.
 
-    A sample is the mean of a batch of 4 to 50 calls. The GPU ends its work between batches, outside the clock. A batch
-    never fills the GPU's queue, since the host would wait then. No garbage is collected in a batch.
+    A sample is the mean of a batch of 4 to 50 calls, or one long call. The GPU ends its work between batches, outside
+    the clock. A batch never fills the GPU's queue, since the host would wait then. No garbage is collected in a batch.
 
     Parameters
     ----------
@@ -379,19 +397,18 @@ def host(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str
         None if the call waits for the GPU: its launch time is then its latency.
     """
     calls: dict[str, int] = {}
+    repeats: dict[str, int] = {}
     samples: dict[str, list[float]] = {}
-    longest = 0.0
     for name, function in functions.items():
-        for _ in range(warmup):
-            function()
+        _warmed(function, warmup)
         if torch.cuda.is_available() and synchronises(function):
             continue
         calls[name] = _calls_to_queue(function)
         start = time.perf_counter()
         _queued(function, calls[name])
         _wait()
-        longest = max(longest, time.perf_counter() - start)
-    for name in _rounds(list(calls), _repeats(longest, repeat, _BATCHES)):
+        repeats[name] = _repeats(time.perf_counter() - start, repeat, _BATCHES)
+    for name in _rounds(repeats):
         samples.setdefault(name, []).append(_queued(functions[name], calls[name]))
     _wait()
     return {name: Quantiles.of(samples[name]) if name in samples else None for name in functions}
@@ -400,17 +417,7 @@ def host(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str
 def call(functions: Functions, *, warmup: int = 5, repeat: int = 30) -> dict[str, Quantiles]:
     """Latency: host time of one call, synchronised before and after; the only clock of a function on the CPU."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
-    slowest = 0.0
-    for function in functions.values():
-        for _ in range(warmup):
-            start = time.perf_counter()
-            function()
-            _wait()
-            if (last := time.perf_counter() - start) > _SECONDS / _FEWEST:
-                break
-        if warmup:
-            slowest = max(slowest, last)
-    for name in _rounds(list(functions), _repeats(slowest, repeat)):
+    for name in _rounds({name: _repeats(_warmed(f, warmup), repeat) for name, f in functions.items()}):
         _wait()
         start = time.perf_counter()
         functions[name]()
