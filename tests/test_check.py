@@ -211,6 +211,26 @@ def worst(got, want):
     return check.yardstick(toy(), (half.to(want.dtype),)).where(got)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_ordinary_numbers_need_no_other_look_and_have_the_same_score(dtype, monkeypatch):
+    """A row of zeros is ordinary; NaN, infinity, rows of tiny numbers and float16 are looked at once more."""
+    rng = torch.Generator().manual_seed(0)
+    want = torch.randn(8, 300, generator=rng, dtype=torch.float64)
+    want[3] = 0
+    got = (want * (1 + 1e-2 * torch.rand(want.shape, generator=rng))).to(dtype)
+    looked = []
+    monkeypatch.setattr(check, "_rows", lambda *given, rows=check._rows: looked.append(1) or rows(*given))
+    assert check._distance(got, want) == pytest.approx(check._rows(got, want).max().item(), rel=1e-12)
+    assert len(looked) == (2 if dtype == torch.float16 else 1)
+    most = torch.finfo(dtype).max
+    for there, wanted in [(math.nan, 1), (math.inf, 1), (1, math.nan), (1, math.inf), (1e-3, 0), (most, 1.01 * most)]:
+        other, of = got.clone(), want.clone()
+        other[3, 5], of[3, 5] = there, wanted
+        assert check._distance(other, of) == math.inf
+    tiny = torch.full_like(want, torch.finfo(dtype).smallest_normal / 2)
+    assert (check._distance(torch.zeros_like(got), tiny) == 0) == (dtype in (torch.float32, torch.bfloat16))
+
+
 @pytest.mark.parametrize("chunk", [2**26, 8])
 def test_the_worst_element_is_named_with_its_position(chunk, monkeypatch):
     monkeypatch.setattr(check, "_CHUNK", chunk)

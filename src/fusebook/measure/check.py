@@ -202,7 +202,28 @@ def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
     columns = want.shape[-1] if want.dim() else 1
     got, want = got.reshape(-1, columns), want.reshape(-1, columns)
     step = max(1, _CHUNK // columns)
-    return max(_rows(got[i : i + step], want[i : i + step]).max().item() for i in range(0, len(want), step))
+    return max(_largest(got[i : i + step], want[i : i + step]) for i in range(0, len(want), step))
+
+
+def _largest(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest error of all elements.
+
+    Ordinary numbers need a third of the time that `_rows` takes, for the same answer. Others are infinite or NaN, or
+    some are so small that one step of their dtype may be no error.
+    """
+    if got.dtype in (torch.bfloat16, torch.float32, torch.float64):
+        scale = _scale(want, want.shape[1])
+        least, largest = scale.aminmax(dim=1)
+        tiny = (least < 1e-15) & (largest > 0)
+        most = (got.double() - want).abs_().div_(scale.clamp_(min=1e-300)).max().item()
+        if (most == 0 or 1e-20 < most < 1) and not tiny.any() and largest.max() < torch.finfo(got.dtype).max:
+            return float(most)
+    return float(_rows(got, want).max().item())
+
+
+def _scale(want: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
+    """What an error is divided by: the absolute value, and the root of the mean square of so many in its row."""
+    return want.abs() + want.square().sum(1, keepdim=True).div(count).sqrt()
 
 
 def _rows(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
@@ -221,7 +242,7 @@ def _rows(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     if got.dtype != torch.float64:
         held |= (got == 0) & (want.abs() < torch.finfo(torch.float32).smallest_normal)
     error = torch.where(held & (want != 0), 0, error)
-    scale = want.abs() + want.square().sum(1, keepdim=True).div(finite.sum(1, keepdim=True).clamp(min=1)).sqrt()
+    scale = _scale(want, finite.sum(1, keepdim=True).clamp(min=1))
     ratio = torch.where(error == 0, 0, error / scale)  # a zero row divides by zero: infinite if not zero
     ratio = torch.where(ratio.isnan(), _math.inf, ratio)  # NaN where the reference has a number
     return torch.where(alike | finite, ratio, _math.inf)
