@@ -1062,6 +1062,8 @@ def test_what_no_step_of_a_lesson_shows_is_recorded_too(name, files, a_gpu, tmp_
     assert {*page.about.STEPS, "fusebook"} <= set(steps["step"]) & set(a_gpu)
     clock = next(name for name in ("gpu_us", "gpu_warm_us", "latency_us") if name in steps)
     assert steps["correct"].all() and steps[clock].notna().all()
+    if (sweep := page.frames.known.get("sweep")) is not None:
+        assert sweep.attrs["origin"].measured != page.about.FRAMES["sweep"].borrowed, "what is borrowed is replayed"
     folder = tmp_path / "records" / "test-gpu"
     assert {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.csv")} == files
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import html
@@ -129,8 +130,12 @@ class Page:
     # What is measured or replayed
 
     def _sweep(self) -> pd.DataFrame:
-        if "sweep" not in self.frames.known:
-            self.frames.known["sweep"] = self.asked.results(variants=self.about.FRAMES["sweep"].variants)
+        spec, known = self.about.FRAMES["sweep"], self.frames.known
+        if "sweep" not in known and spec.borrowed and _recording():  # measured by the page that records it
+            with contextlib.suppress(NotRecorded):
+                known["sweep"] = spec.read(self.frames.number)
+        if "sweep" not in known:
+            known["sweep"] = self.asked.results(variants=spec.variants)
         return self.frames["sweep"]
 
     def _everything(self) -> pd.DataFrame:
@@ -303,6 +308,8 @@ class Page:
         special : bool
             Whether also on rows of -inf, NaN, inf and the largest finite values.
         """
+        if _recording():  # no record has it, and every size is compiled for itself
+            return Shown("", "")
         return _checks.all_checked(self.op, functions, self.about.SHAPES, special)
 
     @_or_banner

@@ -57,6 +57,8 @@ _UNDER = {"memory": 0.03, "compute": 0.20}
 # Reject a time of more than 20 times what the other clocks imply: it measured something else.
 _APART = 20
 _COPY = "copy of the same bytes"
+# More bytes of GPU memory before a point than a flush takes: a collection of garbage is slow.
+_KEPT = 2**30
 
 
 def points(op: Op, config: str) -> list[tuple[str, Dims]]:
@@ -557,8 +559,8 @@ def _point(
             rows[name].update(status="absent", note=why)
     cuda = torch.cuda.is_available()
     if cuda:
-        # A failure keeps its tensors in a cycle of frames and errors.
-        gc.collect()
+        if torch.cuda.memory_allocated() > _KEPT:  # a failure keeps its tensors in a cycle of frames and errors
+            gc.collect()
         torch.cuda.empty_cache()
     try:
         data = _Data.make(op, dtype, dims, "cuda" if cuda else "cpu")
