@@ -147,6 +147,10 @@ page.check(nearest_pairs, *given)
 # below shows. **The narrow label itself saves most**: a point and its label
 # have 9 bytes instead of 16.
 #
+# Step 1 is slower with ``uint8`` than with ``int32``. Its compiled code gives
+# a thread eight adjacent points with ``uint8``, and four with ``int32``. So
+# the threads of a warp load from places that are farther apart.
+#
 # The library's kernel takes up to eight coordinates and any number of centres.
 # It has one load for 2, 4 or 8 coordinates:
 
@@ -180,8 +184,9 @@ page.catches(exchanged, diagonal=diagonal, any_centres=given)
 #
 # *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
 # (*cold L2*). The *roofline* is the time that memory needs for the bytes of
-# one pass. All problems have 20 million points, and the rows differ in the
-# dtype of the labels. ``torch.cdist`` writes all distances.
+# one pass, at the bandwidth of measured copies and reads. A kernel can be
+# slightly faster than these. All problems have 20 million points, and the rows
+# differ in the dtype of the labels. ``torch.cdist`` writes all distances.
 
 page.plot("roof", over="labels")
 
@@ -205,8 +210,9 @@ page.findings()
 # When to use it
 # --------------
 #
-# Use it where points stay on the GPU, and for many centres or coordinates. For
-# two coordinates and int64 labels, ``torch.compile`` is almost as fast.
+# Use it where points stay on the GPU, and for many centres or coordinates
+# (:doc:`plot_306_tf32_filter`). For two coordinates and int64 labels,
+# ``torch.compile`` is as fast or almost.
 
 labels = fusebook.kmeans_assign(points, centres, label_dtype=torch.uint8)
 
@@ -279,8 +285,8 @@ page.exercise(nearest_of_many, by_differences, [drawn(6, 300, 5)])
 # 3. How far?
 # ~~~~~~~~~~~
 #
-# Often the distance itself is wanted as well, for the sum of all of them, the
-# *inertia*. Return the squared distance to the nearest centre, with one pass.
+# The *inertia* is the sum of all squared distances. Return the squared
+# distance of each point to its nearest centre, with one pass.
 
 
 def squared(points, centres):

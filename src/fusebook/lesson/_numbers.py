@@ -50,7 +50,7 @@ def microseconds(value: float) -> str:
 
 def times(ratio: float) -> str:
     """A speedup in two or three digits."""
-    return f"{ratio:.{2 if ratio < 2 else 1 if ratio < 100 else 0}f}x"
+    return f"{ratio:.2f}x" if ratio < 2 else f"{ratio:.1f}x" if ratio < 99.95 else f"{ratio:.0f}x"
 
 
 def origin(frame: pd.DataFrame) -> str:
@@ -129,7 +129,8 @@ def labels(about: Any) -> dict[str, str]:
     seen: set[str] = set()
     for step in about.STEPS:
         operator = getattr(about, "OTHER_STEPS", {}).get(step, "")
-        found[step] = f"step {len(found) - len(seen) + 1}" if operator in seen else step.replace("_", " ")
+        name = {"numpy": "NumPy", "nccl": "NCCL"}.get(step, step.replace("_", " "))
+        found[step] = f"step {len(found) - len(seen) + 1}" if operator in seen else name
         seen.add(operator)
     return found
 
@@ -289,6 +290,8 @@ def legend(variants: Sequence[str], libraries: Sequence[str]) -> str:
         "foreach": "foreach and fused=True are options of torch.optim.AdamW",
         "eager in a graph": "a graph is a CUDA graph, captured before",
         "fusebook steps": "fusebook steps are two launches each",
+        "sorted": "sorted is PyTorch's gradient of an embedding, which sorts first",
+        "torch.compile, product": "product means by a matmul",
     }
     found = [text for name, text in meant.items() if name in variants]
     if libraries:
@@ -327,7 +330,9 @@ def verdict(
     libraries = _against(op, frame, "libraries", kind=kind)
     many = _many(frame)
     compiles = any(way.recompiles for way in op.variants.values())
+    graphs = any(name.endswith("in a graph") for name in op.variants)
     other = "the faster of torch and torch.compile" if compiles else "the fastest code of torch"
+    other = "the fastest of torch and torch.compile, in a graph or not" if graphs else other
     pace = _pace(torchs, f"{len(torchs)} recorded {many}", other)
     text = f"**All sizes.** {pace}"
     if len(libraries):
@@ -383,11 +388,14 @@ def _memory_of(op: Op, frame: pd.DataFrame, variant: str, name: str = "", output
         return f"{name} allocates {f'at most {_bytes(held)}' if held else 'nothing'} beyond {place}."
     if ratio < 1.02:
         return f"{name} allocates {output} and {f'at most {_bytes(beyond)} more' if beyond > 0 else 'nothing else'}."
-    return f"{name} allocates {ratio:.{1 if ratio < 100 else 0}f} times {output}."
+    ratios = rows["peak_bytes"] / rows["write_bytes"]
+    span = f"{ratios.min():.1f} to {ratios.max():.1f}" if ratios.max() > 1.5 * ratios.min() else f"{ratio:.1f}"
+    return f"{name} allocates {span} times {output}."
 
 
 def _bytes(count: float) -> str:
-    return f"{count / 2**20:.3g} MiB" if count >= 2**20 else f"{count / 2**10:.3g} KiB"
+    unit, power = next(((u, p) for u, p in (("GiB", 30), ("MiB", 20)) if count >= 2**p), ("KiB", 10))
+    return f"{count / 2**power:.3g} {unit}"
 
 
 def _most(op: Op, frame: pd.DataFrame, variants: Sequence[str]) -> str:
@@ -395,7 +403,9 @@ def _most(op: Op, frame: pd.DataFrame, variants: Sequence[str]) -> str:
     found = [variant for variant in variants if _extra(frame, variant) == _extra(frame, variant)]
     held = [_held(op, frame, variant) for variant in found]
     if not found or None in held:
-        return f"{max(_extra(frame, variant) for variant in found):.1f} x output" if found else "not measured"
+        rows = [_large(frame, variant) for variant in found]
+        ratios = [float((some["peak_bytes"] / some["write_bytes"]).max()) for some in rows]
+        return f"{max(ratios):.1f} x output" if found else "not measured"
     return _bytes(most) if (most := max(value for value in held if value is not None)) else "nothing"
 
 
@@ -416,12 +426,12 @@ def choices(op: Op, frame: pd.DataFrame, clock: str = "cold") -> pd.DataFrame:
     for name, groups in named.items():
         row: dict[str, Any] = {}
         for kind, title in (("cold", "fastest in GPU time"), ("paid", "fastest end to end")):
-            table = found[kind]
+            table = found[kind][found[kind][[*_verdicts.GROUPS]].notna().any(axis=1)]  # alone, each is the fastest
             own, least = table[groups].min(axis=1), table[[*_verdicts.GROUPS, "ours"]].min(axis=1)
             row[title] = f"{int((own <= (1 + tables.WITHIN) * least).sum())} of {own.notna().sum()}"
         table = found[clock]
         of = "GPU" if clock == "cold" else "end-to-end"
-        row[f"median {of} time"] = times(float((table[groups].min(axis=1) / table["ours"]).median()))
+        row[f"median {of} time"] = times(1 / float((table["ours"] / table[groups].min(axis=1)).median()))
         variants = ["fusebook"] if groups == ["ours"] else libraries if groups == ["libraries"] else groups
         if variants is groups and "torch" not in op.variants:
             variants = [name for name in [*op.variants][1:] if _verdicts.group(op, name) in groups]

@@ -20,7 +20,14 @@ __all__ = ["EndsPage", "PointsPage"]
 
 
 class PointsPage(LaunchesPage):
-    """The page of a lesson whose problems differ in more than one size; its evidence has ``ROWS``, a format of each."""
+    """The page of a lesson whose problems differ in more than one size; its evidence has ``ROWS``, a format of each.
+
+    It may have ``ONLY``: the sizes of which the verdict and the choices are.
+    """
+
+    def _everything(self) -> pd.DataFrame:
+        rows = super()._everything()
+        return tables.where(rows, **getattr(self.about, "ONLY", {}))
 
     @_or_banner
     def plot(self, kind: str, over: str) -> Axes | Shown:

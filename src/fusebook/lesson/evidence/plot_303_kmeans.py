@@ -31,6 +31,8 @@ OPERATORS = ("kmeans_assign", "kmeans_update", "kmeans_step")
 EXAMPLE = {"n": 20_000_000, "d": 2, "k": 2, "labels": "int64", "law": "blobs", "dtype": "float32"}
 WORDS = "{n:,.0f} points of {d} coordinates in {dtype}, {k} centres, {labels} labels"
 ROWS = "{labels} labels"
+#: The lesson on a TF32 filter has more coordinates.
+ONLY = {"d": 2}
 STEPS = ("eager", "one_pass", "pairs")
 SHAPES = ((20_000_000, 2, 2),)
 #: Of labels: the points are float32.
