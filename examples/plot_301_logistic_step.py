@@ -298,16 +298,18 @@ step.catches(textbook, tame=tame, stress=given)
 # ---------------
 #
 # Fifty steps, *end to end*: the CPU launch time or the GPU time, whichever is
-# larger (see :doc:`plot_002_measuring`). *fusebook steps* are fifty calls of
-# ``logistic_step``, with two launches each. From some thousand rows on, X no
-# longer fits into the registers of all multiprocessors, and ``logistic_fit``
-# is a loop of such steps.
+# larger (see :doc:`plot_002_measuring`). The line *fusebook steps* shows fifty
+# calls of ``logistic_step``, with two launches each. From some thousand rows
+# on, X no longer fits into the registers of all multiprocessors. There
+# ``logistic_fit`` is a loop of such steps.
 
 page.plot("times", over="N")
 
 # %%
 # The table shows the time of a step, as the mean of a hundred in a CUDA graph.
-# So Python costs nothing. One program alone has no room for 400 rows.
+# So Python costs nothing. One program alone has no room for 400 rows. For 16
+# rows it is the fastest, since it waits for no other program. The library's
+# programs exchange messages there, too, and keep the loss of each step.
 
 page.steps(eager=eager, rows=rows, alone=alone, barriers=barriers)
 
@@ -372,7 +374,7 @@ page.exercise(
 #
 # A ball that rolls: :math:`v \leftarrow \mu v - \eta g` and then :math:`w
 # \leftarrow w + v`, for the weights and the bias. Velocities start at zero and
-# stay in registers. Write it into ``fit_alone``; here is no momentum yet.
+# stay in registers. Write momentum into ``fit_alone``; this attempt has none.
 
 
 def fit_with_momentum(X, y, w, b, lr, l2, mu, steps):
