@@ -99,8 +99,10 @@ page.picture.blocks(20, 8)
 page.threads()
 
 # %%
-# Two threads take half the time of one. So memory is not the limit of one
-# core, which has to compute as well, and gains less than traffic predicts.
+# Two threads take half the time of one, so arithmetic limits the compiled loop
+# and not memory. NumPy is slower than its traffic, too: each operation writes
+# to fresh memory, whose pages the system has to map first. The copies of
+# step 1 show below what that costs.
 #
 # .. _numpy-arrays:
 #
@@ -152,7 +154,8 @@ page.generated()
 #
 # The published example has centres at (5, 5) and (10, 10). If code exchanges x
 # and y of the centres, no label changes there. So take centres off the
-# diagonal:
+# diagonal. The check compares distances: that to the centre of the label, and
+# the smallest one.
 
 
 def exchanged(points, centres, label_dtype=torch.int64):
@@ -182,9 +185,9 @@ page.steps(numpy=nearest, arrays=arrays, tensors=tensors, kernel=by_hand)
 page.findings()
 
 # %%
-# In float32 the library's function gains before its kernel starts. In each
-# call torch.compile first checks whether its code still fits the arguments.
-# The GPU time of the two kernels is about the same.
+# The GPU time of the compiled line and of the library is about the same. In
+# float32 the library's call starts sooner: torch.compile first checks in each
+# call whether its code still fits the arguments.
 #
 # What breaks a graph
 # -------------------
@@ -215,7 +218,7 @@ page.graphs(branching, ones)
 page.graphs(branchless, ones)
 
 # %%
-# A loop with a known number of turns is unrolled. For one that ends when
+# A loop with a known number of iterations is unrolled. For one that ends when
 # something has converged, compile its body. Creation functions such as
 # ``np.zeros`` make float64, and so does each operation that takes their
 # result. Set ``torch._dynamo.config.numpy_default_float = "float32"`` before

@@ -49,7 +49,7 @@ _SAID = {
     "numpy": "NumPy",
     "arrays": "step 1, arrays",
     "copies": "copies of step 1 alone",
-    "copies, old": "the same, labels to used memory",
+    "copies, old": "the same, labels to memory used before",
     "tensors": "step 2, tensors",
     "kernel": "kernel by hand",
     "fusebook": "fusebook.kmeans_assign",
@@ -371,8 +371,9 @@ class NumpyPage(Page):
             f"a GPU, it takes {_numbers.microseconds(us['arrays'])} with arrays, and "
             f"**{_numbers.microseconds(us['tensors'])}** if the points are on the GPU already. There "
             f"`fusebook.kmeans_assign` takes {_numbers.microseconds(us['fusebook'])}.",
-            f"**CPU.** Compiled for {least['threads']} threads of the CPU, it is "
-            f"{least['NumPy'] / least['compiled']:.0f}x faster than NumPy.",
+            f"**CPU.** Compiled for {least['threads']} threads of the CPU, it takes "
+            f"{_numbers.microseconds(1e6 * least['compiled'])}. In the same process NumPy takes "
+            f"{least['NumPy']:.2f} s, {least['NumPy'] / least['compiled']:.0f}x as long.",
             f"**Memory.** On the GPU, eager PyTorch allocates {gib['eager']:.2f} GiB for it at its peak, torch.compile "
             f"{gib['torch.compile']:.2f} GiB and Fusebook {gib['fusebook']:.2f} GiB: the labels.",
         ]
@@ -380,7 +381,7 @@ class NumpyPage(Page):
         bars |= {"compiled, GPU": us["tensors"], "Fusebook, GPU": us["fusebook"]}
         texts = {name: f"{t / 1e6:.2f} s" if t > 1e6 else _numbers.microseconds(t) for name, t in bars.items()}
         shown = picture.bars(
-            f"Latency with {EXAMPLE['n']:,} points and two centres, float32. On the GPU the points are there before.",
+            f"Latency with {EXAMPLE['n']:,} points and two centres, float32. Points for the GPU are already there.",
             bars,
             texts,
             ["Fusebook, GPU"],
@@ -409,7 +410,7 @@ class NumpyPage(Page):
             bars[f"compiled, {threads} thread{'s' * (threads > 1)}"] = 1e3 * seconds
         caption = (
             f"Milliseconds with {rows['points'].iloc[0]:,} points in float64, on a CPU of {rows['cores'].iloc[0]} "
-            f"cores; {_numbers.origin(frame)}."
+            f"cores, in another process than the times below; {_numbers.origin(frame)}."
         )
         shown = picture.bars(caption, bars, {name: f"{ms:.0f} ms" for name, ms in bars.items()}, list(bars)[1:])
         folded = _folded("The C++ that was generated", rows["code"].iloc[0], "cpp")
