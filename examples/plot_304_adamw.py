@@ -214,9 +214,10 @@ def adamw_kept(ps, gs, ms, vs, t, lr):
 page.check(adamw_kept, *given)
 
 # %%
-# The library keeps its table too, and also compares shapes and dtypes. Only
-# addresses of gradients that moved are copied to the GPU again. A thread of
-# its kernel loads 16 bytes at once where the addresses of a tensor allow it.
+# The library keeps its table too, and also compares shapes, strides and
+# dtypes. That takes more of the CPU's time than step 3. Only addresses of
+# gradients that moved are copied to the GPU again. A thread of its kernel
+# loads 16 bytes at once where the addresses of a tensor allow it.
 
 page.source("adamw_step", fold=True)
 
@@ -252,8 +253,10 @@ texts = {name: f"{distance:.4f}" for name, distance in far.items()}
 page.picture.bars("Mean distance from the start; 0.02 is exact", far, texts)
 
 # %%
-# ``fusebook.adamw_step`` does both in its kernel, with ``masters=`` and with
-# ``seed=``. Its random bits come from a counter, so nothing is stored.
+# The master moves by 0.02. Its bar shows the bfloat16 copy, which is the
+# nearest number that bfloat16 has. ``fusebook.adamw_step`` does both in its
+# kernel, with ``masters=`` and with ``seed=``. Its random bits come from a
+# counter, so nothing is stored.
 
 # %%
 # Is it correct?
@@ -281,8 +284,11 @@ page.plot("times", over="tensors")
 
 # %%
 # *CPU launch* is the time that Python needs to queue a step, and *GPU* the
-# time of its kernels. Both are empty where Python filled the queue and had to
-# wait for the GPU.
+# time of its kernels. Both are empty where a step makes Python wait for the
+# GPU: by a copy, or by more launches than the GPU's queue holds. Step 2 is
+# slow even for one tensor, since Python lists its 9766 chunks. CPU time
+# differs from process to process, so compare within the table, and not with
+# the box.
 
 steps = {"per_tensor": adamw_per_tensor, "table": adamw_table}
 page.steps(loop=adamw_loop, **steps, kept=adamw_kept)
@@ -299,8 +305,9 @@ page.findings()
 # ``fusebook.optim.AdamW`` replaces ``torch.optim.AdamW``, and each loads the
 # state of the other. It calls ``fusebook.adamw_step``, which takes lists, as
 # this page does. Use either for a model with many parameters. A single large
-# tensor gains little over ``fused=True``. CUDA graphs hold a step with
-# ``capturable=True``.
+# tensor gains little over ``fused=True``, and for a single small one PyTorch's
+# class takes less of the CPU's time. With ``capturable=True``, a CUDA graph
+# can capture a step.
 
 model = torch.nn.Linear(300, 40, device=given[0].device)
 optimizer = fusebook.optim.AdamW(model.parameters(), lr=0.001)
@@ -319,7 +326,7 @@ page.use()
 # - Count launches as well as bytes. For many small tensors, launches decide.
 # - A list is no reason for a loop. Addresses are numbers that a kernel reads.
 # - Compute once what rarely changes, and compare in each step whether it did.
-# - Small steps need digits: those of a master, or of chance.
+# - Small steps need digits: keep a float32 master, or round by chance.
 #
 # Exercises
 # ---------
