@@ -291,8 +291,10 @@ def legend(variants: Sequence[str], libraries: Sequence[str]) -> str:
         "eager in a graph": "a graph is a CUDA graph, captured before",
         "fusebook steps": "fusebook steps are two launches each",
         "sorted": "sorted is PyTorch's gradient of an embedding, which sorts first",
-        "torch.compile, product": "product means by a matmul",
+        "product": "product is a matmul with zeros and ones",
     }
+    if "product" not in variants:
+        meant["torch.compile, product"] = "product means by a matmul"
     found = [text for name, text in meant.items() if name in variants]
     if libraries:
         kind = "libraries of kernels" if len(libraries) > 1 else "a library of kernels"
@@ -389,8 +391,13 @@ def _memory_of(op: Op, frame: pd.DataFrame, variant: str, name: str = "", output
     if ratio < 1.02:
         return f"{name} allocates {output} and {f'at most {_bytes(beyond)} more' if beyond > 0 else 'nothing else'}."
     ratios = rows["peak_bytes"] / rows["write_bytes"]
-    span = f"{ratios.min():.1f} to {ratios.max():.1f}" if ratios.max() > 1.5 * ratios.min() else f"{ratio:.1f}"
+    span = f"{_outputs(ratios.min())} to {_outputs(ratios.max())}"
+    span = span if ratios.max() > 1.5 * ratios.min() else _outputs(ratio)
     return f"{name} allocates {span} times {output}."
+
+
+def _outputs(ratio: float) -> str:
+    return f"{ratio:.1f}" if ratio < 9.95 else f"{ratio:.0f}"
 
 
 def _bytes(count: float) -> str:
@@ -405,7 +412,7 @@ def _most(op: Op, frame: pd.DataFrame, variants: Sequence[str]) -> str:
     if not found or None in held:
         rows = [_large(frame, variant) for variant in found]
         ratios = [float((some["peak_bytes"] / some["write_bytes"]).max()) for some in rows]
-        return f"{max(ratios):.1f} x output" if found else "not measured"
+        return f"{_outputs(max(ratios))} x output" if found else "not measured"
     return _bytes(most) if (most := max(value for value in held if value is not None)) else "nothing"
 
 
