@@ -436,13 +436,15 @@ class TrainingPage(_memory.MemoryPage):
             f"**Time.** A training step of a Llama takes **{ms['Fusebook']:.1f} ms** with `fusebook.patch` and "
             f"`fusebook.optim.AdamW`. {slower}",
             f"**Memory.** With Fusebook the peak of a step is **{gib['Fusebook']:.1f} GiB**. Others, in GiB: {more}.",
-            f"**Models.** For {len(ratio)} pairs of a model and a sequence length, Fusebook takes "
-            f"{ratio.min():.2f}x to {ratio.max():.2f}x as long as eager.",
+            f"**Models.** For {len(ratio)} pairs of a model and a sequence length, Fusebook is "
+            f"{_numbers.times(1 / ratio.max())} to {_numbers.times(1 / ratio.min())} faster than eager.",
         ]
         bars = dict(ms)
         shown = picture.bars(
             f"A step with {SEQUENCES} x {LENGTHS[0]} tokens: milliseconds by the host's clock. Eager is PyTorch, one "
-            "operation after another. Liger is a library of kernels.",
+            "operation after another. Liger is a library of kernels. No mask: attention without the mask that transformers "
+            "makes under torch.compile. Recompute and compiled: a patched model, with recompute=True and under "
+            "torch.compile.",
             bars,
             {name: f"{t:.1f} ms" for name, t in bars.items()},
             ["Fusebook"],
@@ -491,7 +493,8 @@ class TrainingPage(_memory.MemoryPage):
         first = _point(frame).filter(like="compile", axis=0)["first_s"]
         left = (
             "Rows with torch.compile, and that of `recompute=True`, are for one model and length: a first step with "
-            f"torch.compile takes {first.min():.0f} to {first.max():.0f} seconds, and more with more layers."
+            f"torch.compile takes {first.min():.0f} to {first.max():.0f} seconds, and more with more layers. "
+            "Where fewer tokens do not make a step shorter, the CPU limits it."
         )
         install = [
             left,
@@ -663,8 +666,8 @@ CLAIMS = (
     ),
     Claim(
         "losses-alike",
-        "Over 100 steps two patched runs, one with torch's AdamW, leave the range of three eager runs by at most "
-        "{most:.4f}. Eager runs that differ by rounding are up to {spread:.4f} apart.",
+        "Over 100 steps the losses of two patched runs, one with torch's AdamW, leave the range of three eager runs by "
+        "at most {most:.4f}. Losses of eager runs that differ by rounding are up to {spread:.4f} apart.",
         lambda frames: _outside(frames) / _spread(frames),
         "<= 1",
         _SMALL + ", bfloat16; over the largest distance of two eager runs",
