@@ -164,7 +164,11 @@ page.check(nearest_float64, *far)
 # :math:`2\, x \cdot c` is wrong by little more than :math:`4 \cdot 2^{-10} |x|
 # |c|`. Suppose that the two least distances differ by more than the errors of
 # both. Then exact distances have the same order, and **the label is certain**.
-# All other points are in a band between two centres:
+# TF32 multiplies several times faster than float64. But both steps search N k
+# distances for the two least, and step 2 computes some points twice. So **we
+# predict a gain** of less than the ratio of the rates.
+#
+# Undecided points are in a band between two centres:
 
 plane, two, _ = page.stress(200, 2, 2, seed=3)
 page.picture.band(plane.tolist(), two.tolist(), error=0.4)
@@ -231,9 +235,9 @@ page.check(nearest_filtered, halfway, centres, dtype)
 # ---------------
 #
 # *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
-# (*cold L2*). The points have no clusters, so many of them are undecided.
-# *compiled matmul* is the formula above in one line of PyTorch, by
-# ``torch.compile``: *torch.compile, product* in the box. It writes N k
+# (*cold L2*). The points have no clusters, so many of them are undecided. The
+# row *compiled matmul* is the formula above in one line of PyTorch, by
+# ``torch.compile``. The box calls it *torch.compile, product*. It writes N k
 # distances and reads them again.
 
 steps = {"float64": nearest_float64, "filtered": nearest_filtered}

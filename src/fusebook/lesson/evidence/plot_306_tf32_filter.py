@@ -193,7 +193,8 @@ CLAIMS = (
     ),
     Claim(
         "rough",
-        "Where centres are far from each other, the library takes {median:.1f} times as long as with clusters.",
+        "Where centres are so far from their mean that the filter decides few points, the library takes {median:.1f} "
+        "times as long as with clusters.",
         _rough,
         "> 1.1",
         _LAWS + "; GPU time, cold L2",
