@@ -245,15 +245,16 @@ page.catches(in_their_dtype, few=few, many=many)
 # ---------------
 #
 # *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
-# (*cold L2*). *sorted* adds as PyTorch's gradient of an embedding does: it
-# sorts first. *product* is a matmul with a k x N matrix of zeros and ones.
-# *Skewed* means that nine of ten points are in one cluster.
+# (*cold L2*). The implementation *sorted* adds as PyTorch's gradient of an
+# embedding does: it sorts first. The one named *product* is a matmul with a k
+# x N matrix of zeros and ones. In *blobs*, clusters have about as many points
+# each. In *skewed*, nine of ten points are in one cluster.
 
 page.plot("roof", over="sizes and labels")
 
 # %%
 # The table shows microseconds for 20 million points, two centres and int64
-# labels. The rows from *two calls* on also find the labels.
+# labels. Two calls, step 3 and ``fusebook.kmeans_step`` also find the labels.
 
 steps = {"registers": means_registers, "parts": means_parts}
 iterations = {"two_calls": iterate_two_calls, "one_pass": iterate_one_pass}
