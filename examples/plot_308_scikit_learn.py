@@ -55,8 +55,8 @@ def kmeans_eager(points, centres):
 # On a GPU ``index_add_`` adds with :term:`atomic operations <atomic
 # operation>`, in any order. Operations on one address wait for each other
 # (:doc:`plot_307_moving_centres`). So **we predict** a large gain for sums in
-# registers. And the same labels may give other last bits. So the loop needs a
-# tolerance, and none is correct for all data.
+# registers. In another order, the same labels also give other last bits. The
+# loop therefore needs a tolerance, and none is correct for all data.
 #
 # .. _kmeans-loop:
 #
@@ -231,6 +231,7 @@ page.findings()
 # With 16 coordinates some of the first centres are in one cluster, and the
 # paths part. So compare the time of an iteration as well as that of a run. In
 # the table, the library also checks the points, and finds labels and inertia.
+# It was timed in another process than the box.
 
 loops = {"loop": kmeans_loop, "ahead": kmeans_ahead}
 page.steps(eager=kmeans_eager, **loops)
@@ -243,7 +244,9 @@ page.steps(eager=kmeans_eager, **loops)
 #
 # Use it for Lloyd's algorithm on points that are on a GPU already. Arrays are
 # copied there, and the copies take longer than a few iterations in the plane.
-# It is not for mini-batches, sample weights or sparse data.
+# It is not for mini-batches, sample weights or sparse data. With many
+# coordinates, compare it with a loop of torch.compile in a CUDA graph, as the
+# table below does.
 
 found = fusebook.kmeans(points, 3, init="k-means++", seed=0)
 centres, labels = found.centres, found.labels
