@@ -312,8 +312,8 @@ rotation = fusebook.rope(q, cos, sin, k)  # a new q and a new k
 # - **Memory.** ``fusebook.patch(model, recompute=True)`` computes activations
 #   again in the backward pass: less memory, and more time.
 # - **Inside torch.compile** the compiler fuses most of these operations, too,
-#   and transformers adds a mask that slows attention. Patch before you compile,
-#   and measure your model with and without.
+#   and transformers adds a mask that slows attention. Patch before you
+#   compile, and measure your model with and without.
 # - **Do not patch** a model whose profile is nearly all matmuls and attention.
 
 page.use()

@@ -442,9 +442,9 @@ class TrainingPage(_memory.MemoryPage):
         bars = dict(ms)
         shown = picture.bars(
             f"A step with {SEQUENCES} x {LENGTHS[0]} tokens: milliseconds by the host's clock. Eager is PyTorch, one "
-            "operation after another. Liger is a library of kernels. No mask: attention without the mask that transformers "
-            "makes under torch.compile. Recompute and compiled: a patched model, with recompute=True and under "
-            "torch.compile.",
+            "operation after another. Liger is a library of kernels. No mask: attention without the mask that "
+            "transformers makes under torch.compile. Recompute and compiled: a patched model, with recompute=True and "
+            "under torch.compile.",
             bars,
             {name: f"{t:.1f} ms" for name, t in bars.items()},
             ["Fusebook"],
