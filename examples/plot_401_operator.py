@@ -216,8 +216,8 @@ answers(operator)
 
 # %%
 # A *batch rule* gets the whole batch, and for each argument the axis of the
-# batch. It returns the result, and the axis in it. SiLU computes each element
-# by itself, so one call is enough for the whole batch.
+# batch. It returns the result, and the axis of the batch in the result. SiLU
+# computes each element by itself, so one call is enough for the whole batch.
 
 
 @operator.register_vmap
@@ -234,9 +234,10 @@ assert set(answers(operator).values()) == {"ok"}
 # ------------------------------------------------------
 #
 # In each call, ``custom_op`` checks that the result shares no memory with an
-# argument, and whether a gradient is needed. The older interface has no such
-# guards. ``register_fake``, ``register_autograd`` and ``register_vmap`` of
-# ``torch.library`` take its name, ``lesson::trusted``.
+# argument, and whether a gradient is needed. The older interface, ``Library``,
+# has no such guards. A fake, a gradient and a batch rule are registered under
+# the operator's name, ``lesson::trusted``: by ``torch.library.register_fake``,
+# ``register_autograd`` and ``register_vmap``.
 
 fragment = torch.library.Library("lesson", "FRAGMENT")
 fragment.define("trusted(Tensor x) -> Tensor")
@@ -256,10 +257,12 @@ torch.testing.assert_close(library(x), silu_eager(x))
 # Step 4: a kernel that the compiler sees {gain visible over operator at N=64}
 # ----------------------------------------------------------------------------
 #
-# ``triton_op`` is ``custom_op`` for functions that launch Triton kernels. A
-# compiler looks into it and sees an allocation and a kernel. It needs no fake,
-# and launches the kernel from the code that it generates. Triton's interpreter
-# compiles no kernel, so there the function calls it directly.
+# The gain of this step is in compiled programs, and not in the plain call of
+# the heading. ``triton_op`` is ``custom_op`` for functions that launch Triton
+# kernels. A compiler looks into it and sees an allocation and a kernel. It
+# needs no fake, and launches the kernel from the code that it generates.
+# Triton's interpreter compiles no kernel, so there the function calls it
+# directly.
 
 
 @torch.library.triton_op("lesson::visible", mutates_args=())
@@ -308,9 +311,10 @@ assert passes(forgetful, x) and not passes(forgetful, x.mT)
 # ---------------
 #
 # A matrix of 64 x 64 elements is done before Python has returned. So the time
-# of a call is its *CPU launch* time, which Python needs to queue it. The
-# column *under vmap* has 64 rows as a batch. In the column *GPU*, a matrix of
-# 8192 x 8192 is large enough to measure the kernel.
+# of a call is its *CPU launch* time, which Python needs to queue it. The last
+# two columns of CPU time are *under vmap*, with the 64 rows as a batch, and
+# *compiled*. The column *GPU* is for a matrix of 8192 x 8192, which is large
+# enough to measure the kernel.
 
 steps = {"function": function, "operator": operator, "library": library}
 page.steps(eager=silu_eager, **steps, visible=visible)
@@ -332,8 +336,10 @@ page.findings()
 # or exported program. **Do not register** a kernel that is only called: a
 # plain launcher takes less of the CPU's time. ``fusebook.silu`` is registered
 # as in step 3. A plain call of it avoids the dispatcher: it checks that
-# nothing traces or transforms the call, and launches by a plan that it keeps
-# (:doc:`plot_003_launching`).
+# nothing traces or transforms the call, and repeats a launch that it has
+# prepared before (:doc:`plot_003_launching`). Under vmap it goes through the
+# dispatcher, and through a batch rule for all elementwise operators, which
+# does more than the rule of step 2.
 
 y = fusebook.silu(x)
 page.use()
