@@ -66,7 +66,7 @@ def by_nccl(points, centres):
 # Step 1: store, then raise a flag {gain flag at N=2}
 # ---------------------------------------------------
 #
-# GPUs of one machine can map each other's memory. To a kernel, ``memory[r]``
+# N GPUs of one machine can map each other's memory. To a kernel, ``memory[r]``
 # is a pointer like any other, and a store to it goes over NVLink. This
 # *symmetric memory* has the same shape on every GPU. Here it has two places
 # for the sums of each sender, which take turns. A program owns four centres:
@@ -207,7 +207,7 @@ page.check(kmeans_flag, *given)
 # %%
 # .. _gpus-words:
 #
-# Step 2: a flag in every word {gain words at N=2}
+# Step 2: a flag in every word {gain words at N=4}
 # ------------------------------------------------
 #
 # A flag waits until all stores have arrived. That is a trip over NVLink and
@@ -348,8 +348,8 @@ page.catches(averaged, alike=alike, given=given)
 # %%
 # On the GPUs, each implementation runs ten iterations with three kinds of
 # shares. The centres are compared bit by bit, between ranks and with those of
-# one GPU. Then one rank sleeps before each of a thousand iterations, another
-# one each time. The last findings are of jobs that one process calls.
+# one GPU. In a thousand more iterations, ranks take turns to start late. The
+# last two findings are of separate k-means jobs, called by one process.
 
 page.findings()
 

@@ -438,8 +438,11 @@ def use(frames: Frames) -> tuple[pd.DataFrame, str, list[str]]:
     slow = wide["Fusebook"][wide["Fusebook"] < 0.8]
     said = ["**Use it** for points that do not fit on one GPU, or where one GPU takes too long."]
     if len(slow):
-        where = " and ".join(f"{case} in {kind} scaling" for kind, case in slow.index[:2])
-        said.append(f"**Do not use it** for few points: at {where}, waiting for the other GPUs takes over a fifth.")
+        kind, case = slow.idxmin()
+        said.append(
+            f"**Do not use it** for few points. In {len(slow)} of {len(wide)} rows of the table, waiting for the other "
+            f"GPUs takes over a fifth of an iteration, most at {case} in {kind} scaling."
+        )
     said.append("**Memory:** every GPU holds 32 bytes for each sum of each GPU, that is 32 G K (D + 1) for G GPUs.")
     return told, f"Share of the ideal on {gpus} GPUs", said
 
@@ -538,8 +541,8 @@ CLAIMS = (
     ),
     Claim(
         "two-jobs-small",
-        "Two small jobs take {median:.2f} times as long on two GPUs as on one. The CPU is the limit there, and each "
-        "call takes it {switch:.1f} us longer if the call before was on another GPU.",
+        "Two small jobs take {median:.2f} times as long on two GPUs as on one. The CPU is the limit there: a call "
+        "takes {switch:.1f} us more of its time if the call before was on another GPU.",
         _ratio("two jobs, two GPUs", "two jobs, one GPU"),
         "> 1",
         f"{SMALL:,} points in the plane; " + _TWO,
