@@ -166,9 +166,10 @@ page.check_graph(callback, shape, indices, updates)
 # ---------------------------------------------------
 #
 # The library's operators are nodes too. On a small table its kernel takes the
-# GPU about as long as the one of step 1. Its *launcher* is faster: it caches
-# what it derived from the arguments of the last calls. That is the subject of
-# :doc:`plot_003_launching`.
+# GPU about as long as the one of step 1, so the *launchers* make the
+# difference. The library's serves all sizes and dtypes: it checks arguments,
+# and chooses a kernel. It keeps what it derived from the arguments of the last
+# calls, the subject of :doc:`plot_003_launching`.
 
 masked = graph("y = fusebook.MaskedScatterNDOfShape (shape, indices, updates)")
 
@@ -220,7 +221,7 @@ def built(**options):
 #
 # ONNX Runtime can record what a run launches in a :term:`CUDA graph`, and
 # replay it. Then no node is executed, and no callback is called. So even the
-# callback of step 1 needs no Python from the second run on.
+# callback of step 1 needs no Python once its run is recorded.
 
 
 def captured():

@@ -308,14 +308,16 @@ class OnnxPage(Page):
             f"{us[_SAID[CALLBACK]]:.0f} us as a callback into Python, and **{us[_SAID[BUILT]]:.0f} us** compiled ahead "
             "of time.",
             f"**All sizes.** Over {len(gain)} recorded pairs of size and dtype, the compiled library is "
-            f"{gain.median():.0f}x faster than the chain in the median, and at least {gain.min():.1f}x.",
-            f"**Calls.** An empty run takes the CPU {added['empty']:.0f} us. A callback that launches a kernel adds "
-            f"{added['callback'] + added['launch']:.0f} us, and the compiled library {max(added['library'], 0):.0f} "
-            "us.",
+            f"{_numbers.times(float(gain.median()))} faster than the chain in the median, and at least "
+            f"{gain.min():.1f}x.",
+            f"**Calls.** An empty run, which copies its input, takes the CPU {added['empty']:.0f} us. A run that "
+            f"launches a kernel takes it {added['empty'] + added['callback'] + added['launch']:.0f} us by a callback, and "
+            f"{added['empty'] + added['library']:.0f} us by the compiled library.",
         ]
         bars = dict(sorted(us.items(), key=lambda item: -item[1]))
         shown = picture.bars(
-            f"Latency of one run, {EXAMPLE['R']} x {EXAMPLE['D']} with {EXAMPLE['n']} updates, float32.",
+            f"Latency of one run, {EXAMPLE['R']} x {EXAMPLE['D']} with {EXAMPLE['n']} updates, float32. From torch: "
+            "the library's function, without ONNX Runtime.",
             bars,
             {name: f"{value:.0f} us" for name, value in bars.items()},
             [name for name in bars if name.startswith("library")],
@@ -353,7 +355,8 @@ class OnnxPage(Page):
             "Microseconds of CPU time on the arrows: a whole run, then differences of runs, with their signs. "
             "Differences below 1 us are noise. The kernel is a Softmax of 4 KiB and takes "
             f"{gpu['Softmax, callback']:.1f} us on the GPU; in the graph it is the scatter below. An empty run copies "
-            f"its input, so the first arrow has one launch in it. {origin[:1].upper()}{origin[1:]}."
+            f"its input, so the first arrow has one launch in it. Latency, below, adds the time of the GPU. "
+            f"{origin[:1].upper()}{origin[1:]}."
         )
         return calls(rows, caption)._now()
 
@@ -457,10 +460,12 @@ class OnnxPage(Page):
         )
         lost = tables.ratio(frame, BUILT, CALLBACK)
         worst: Any = lost.idxmax()
+        rows_of, width, updates = re.findall(r"\d+", worst[0])[:3]
         told = [
             "**Many updates:** the compiled library has only the kernels that were listed for it. In GPU time it is "
             f"slower than the callback at {int((lost > 1 + tables.WITHIN).sum())} of {len(lost)} sizes and dtypes, "
-            f"at worst {_numbers.times(float(lost.max()))} at {worst[0].replace('x', ' x ')} in {worst[1]}.",
+            f"at worst {_numbers.times(float(lost.max()))}, with {updates} updates to a table of {rows_of} x {width} "
+            f"in {worst[1]}.",
             "**Memory:** the chain holds a masked copy of all updates, and one node holds none. ONNX Runtime's pool "
             "was not measured.",
         ]
@@ -606,8 +611,8 @@ CLAIMS = (
     ),
     Claim(
         "graph-saves",
-        "On a small table a CUDA graph saves {called:.0f} us of a run with the callback, {chain:.0f} us of the chain, "
-        "and {built:.0f} us with the compiled library.",
+        "On a small table a CUDA graph saves {called:.0f} us of a run with the library's callback, {chain:.0f} us of "
+        "the chain, and {built:.0f} us with the compiled library.",
         lambda frames: pd.concat(
             {
                 "chain over callback": _saved(frames, "chain") / _saved(frames, "library"),
