@@ -311,8 +311,8 @@ class OnnxPage(Page):
             f"{_numbers.times(float(gain.median()))} faster than the chain in the median, and at least "
             f"{gain.min():.1f}x.",
             f"**Calls.** An empty run, which copies its input, takes the CPU {added['empty']:.0f} us. A run that "
-            f"launches a kernel takes it {added['empty'] + added['callback'] + added['launch']:.0f} us by a callback, and "
-            f"{added['empty'] + added['library']:.0f} us by the compiled library.",
+            f"launches a kernel takes it {added['empty'] + added['callback'] + added['launch']:.0f} us by a callback, "
+            f"and {added['empty'] + added['library']:.0f} us by the compiled library.",
         ]
         bars = dict(sorted(us.items(), key=lambda item: -item[1]))
         shown = picture.bars(
