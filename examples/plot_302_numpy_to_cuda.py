@@ -100,9 +100,9 @@ page.threads()
 
 # %%
 # Two threads take half the time of one, so arithmetic limits the compiled loop
-# and not memory. NumPy is slower than its traffic, too: each operation writes
-# to fresh memory, whose pages the system has to map first. The copies of
-# step 1 show below what that costs.
+# and not memory. NumPy is slower than its traffic predicts: each operation
+# writes to fresh memory, whose pages the system has to map first. The copies
+# of step 1 show below what that costs.
 #
 # .. _numpy-arrays:
 #

@@ -255,10 +255,10 @@ steps = {"callback": callback, "library": library, "built": built}
 page.steps(chain=chain, **steps, captured=captured)
 
 # %%
-# On the small table the chain's kernels are slow. In the single nodes calls
-# decide, as predicted. On the embedding the kernel takes most of the time. Ten
-# sessions are timed in turn here, so a run takes longer than in the box at the
-# top. The figure has tables of R rows with 2R updates:
+# On the small table the chain's kernels are slow. In sessions of one node,
+# calls decide, as predicted. On the embedding the kernel takes most of the
+# time. Ten sessions are timed in turn here, so a run takes longer than in the
+# box at the top. The figure has tables of R rows with 2R updates:
 
 page.plot("times", over="R")
 

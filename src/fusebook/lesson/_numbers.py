@@ -294,7 +294,7 @@ def legend(variants: Sequence[str], libraries: Sequence[str]) -> str:
         "product": "product is a matmul with zeros and ones",
     }
     if "product" not in variants:
-        meant["torch.compile, product"] = "product means by a matmul"
+        meant["torch.compile, product"] = "implementations named product use a matmul"
     found = [text for name, text in meant.items() if name in variants]
     if libraries:
         kind = "libraries of kernels" if len(libraries) > 1 else "a library of kernels"
