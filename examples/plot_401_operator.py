@@ -235,9 +235,8 @@ assert set(answers(operator).values()) == {"ok"}
 #
 # In each call, ``custom_op`` checks that the result shares no memory with an
 # argument, and whether a gradient is needed. The older interface, ``Library``,
-# has no such guards. A fake, a gradient and a batch rule are registered under
-# the operator's name, ``lesson::trusted``: by ``torch.library.register_fake``,
-# ``register_autograd`` and ``register_vmap``.
+# has no such guards. For it, functions of ``torch.library`` register a fake, a
+# gradient and a batch rule by the name ``lesson::trusted``.
 
 fragment = torch.library.Library("lesson", "FRAGMENT")
 fragment.define("trusted(Tensor x) -> Tensor")
@@ -311,10 +310,9 @@ assert passes(forgetful, x) and not passes(forgetful, x.mT)
 # ---------------
 #
 # A matrix of 64 x 64 elements is done before Python has returned. So the time
-# of a call is its *CPU launch* time, which Python needs to queue it. The last
-# two columns of CPU time are *under vmap*, with the 64 rows as a batch, and
-# *compiled*. The column *GPU* is for a matrix of 8192 x 8192, which is large
-# enough to measure the kernel.
+# of a call is its *CPU launch* time, which Python needs to queue it. Under
+# vmap, the 64 rows are a batch. The column *GPU* is for a matrix of 8192 x
+# 8192, which is large enough to measure the kernel.
 
 steps = {"function": function, "operator": operator, "library": library}
 page.steps(eager=silu_eager, **steps, visible=visible)

@@ -438,10 +438,9 @@ def use(frames: Frames) -> tuple[pd.DataFrame, str, list[str]]:
     slow = wide["Fusebook"][wide["Fusebook"] < 0.8]
     said = ["**Use it** for points that do not fit on one GPU, or where one GPU takes too long."]
     if len(slow):
-        kind, case = slow.idxmin()
         said.append(
             f"**Do not use it** for few points. In {len(slow)} of {len(wide)} rows of the table, waiting for the other "
-            f"GPUs takes over a fifth of an iteration, most at {case} in {kind} scaling."
+            "GPUs takes over a fifth of an iteration."
         )
     said.append("**Memory:** every GPU holds 32 bytes for each sum of each GPU, that is 32 G K (D + 1) for G GPUs.")
     return told, f"Share of the ideal on {gpus} GPUs", said
