@@ -442,9 +442,7 @@ class TrainingPage(_memory.MemoryPage):
         bars = dict(ms)
         shown = picture.bars(
             f"A step with {SEQUENCES} x {LENGTHS[0]} tokens: milliseconds by the host's clock. Eager is PyTorch, one "
-            "operation after another. Liger is a library of kernels. No mask: attention without the mask that "
-            "transformers makes under torch.compile. Recompute and compiled: a patched model, with recompute=True and "
-            "under torch.compile.",
+            "operation after another. Liger is a library of kernels. For other names, see the last table.",
             bars,
             {name: f"{t:.1f} ms" for name, t in bars.items()},
             ["Fusebook"],
@@ -492,6 +490,8 @@ class TrainingPage(_memory.MemoryPage):
         )
         first = _point(frame).filter(like="compile", axis=0)["first_s"]
         left = (
+            "**No mask** is attention without the mask that transformers makes under torch.compile. **Recompute** and "
+            "**compiled** are patched models, with `recompute=True` and under torch.compile. "
             "Rows with torch.compile, and that of `recompute=True`, are for one model and length: a first step with "
             f"torch.compile takes {first.min():.0f} to {first.max():.0f} seconds, and more with more layers. "
             "Where fewer tokens do not make a step shorter, the CPU limits it."
