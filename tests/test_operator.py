@@ -307,7 +307,8 @@ TRAINED = {
     "softmax": (lambda x, w: fusebook.softmax(x), 40, 5, 4),
     "rms_norm": (lambda x, w: fusebook.rms_norm(x, w), 43, 5, 4),
     "silu": (lambda x, w: fusebook.silu(x), 33, 5, 3),
-    "cross_entropy": (lambda x, w: fusebook.cross_entropy(x, torch.arange(8)), 55, 6, 7),
+    "cross_entropy": (lambda x, w: fusebook.cross_entropy(x, torch.arange(8)), 55, 6, 3),
+    "linear_cross_entropy": (lambda x, w: fusebook.linear_cross_entropy(x, x.clone(), torch.arange(8)), 71, 8, 3),
 }
 
 
