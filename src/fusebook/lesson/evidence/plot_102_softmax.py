@@ -31,8 +31,8 @@ COUNTED = (3168, 12672)
 _ONE_ROW = ("one_row", "one_row, more warps")
 _BOTH = "float32,bfloat16"
 # Few enough to be measured in two minutes: the figure's widths, rows of 3 KiB to 256 KiB, vocabularies.
-_WIDTHS = "4096x256,4096x1280,4096x3328,4096x8448,4096x10496,4096x12544"
-_LARGE = "65536x781,32768x4096,16384x12672,16384x32768,8192x65536"
+_WIDTHS = "4096x256,4096x1280,4096x3328,4096x8448,4096x12544"
+_LARGE = "65536x781,32768x4096,16384x12672,8192x65536"
 _GRADIENTS = "65536x781,32768x4096,8192x65536"
 FRAMES = {
     "sweep": Recorded("softmax", _WIDTHS),
@@ -304,7 +304,7 @@ def _one(value: float) -> pd.Series:
 
 # Claims ---------------------------------------------------------------------------------------------------------------
 
-_SWEEP = "4096 rows, six widths of 256 to 12544 columns, float32, cold L2"
+_SWEEP = "4096 rows, five widths of 256 to 12544 columns, float32, cold L2"
 _MEMORY = "widths of the sweep at which memory decides; narrower rows are partly served by L2"
 _MEDIUM = "rows of 4 to 64 KiB at which memory decides, float32 and bfloat16"
 _STEPS = "the sizes of the step table, float32 and bfloat16"
