@@ -347,9 +347,9 @@ packed = fusebook.quantize(weight[:64].to(given[0]), bits=4, group=128)
 y = fusebook.quantized_matmul(given[0], packed)
 
 # %%
-# **Do not use it** for prompts and training, where rows are many: above 96
-# rows it converts the whole weight in each call, to 2NK bytes of float16, and
-# multiplies by cuBLAS.
+# **Do not use it** for prompts and training, where rows are many. Above 96 rows
+# it converts the whole weight in each call, to 2NK bytes, and multiplies by
+# cuBLAS.
 
 page.use()
 
