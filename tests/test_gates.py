@@ -1,7 +1,5 @@
 """The gates of the built site, each on a small site that breaks what it guards."""
 
-import contextlib
-
 import pytest
 
 import browser
@@ -137,19 +135,27 @@ FIGURE = """<img alt="a line" class="sphx-glr-single-img {}" src="data:image/svg
   width='200' height='100'><rect width='150' height='10' x='20' y='20' fill='{}'/></svg>">"""
 
 
+@pytest.fixture(scope="module")
+def opened(chromium, tmp_path_factory):
+    """The folder of a site, and a tab that opens its pages."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "favicon.ico").touch()  # which browsers ask for
+    with browser.served(folder) as address:
+        yield folder, browser.Tab(chromium, address)
+
+
 @pytest.fixture
-def tab(chromium, tmp_path):
-    """Opens a page of a site that has that page, and others that are named."""
-    with contextlib.ExitStack() as stack:
-        address = stack.enter_context(browser.served(tmp_path))
+def tab(opened):
+    """Opens a page that has not been there before, so that no cache has it."""
+    folder, made = opened
 
-        def opened(text, name="index.html"):
-            (tmp_path / name).write_text(text)
-            made = browser.Tab(chromium, address, name)
-            stack.callback(made.context.close)
-            return made
+    def shown(text):
+        name = f"{len([*folder.iterdir()])}.html"
+        (folder / name).write_text(text)
+        made.open(name)
+        return made
 
-        yield opened
+    return shown
 
 
 def _found(gate, tab):
@@ -256,6 +262,7 @@ setTimeout(() => { document.getElementById("search-results").innerHTML =
 @in_a_browser
 def test_a_search_that_does_not_find_a_words_own_page_is_found(chromium, tmp_path):
     (tmp_path / "search.html").write_text(SEARCH)
+    (tmp_path / "favicon.ico").touch()
     with browser.served(tmp_path) as address:
         words = {"softmax": ("softmax.html",), "roof": ("method.html", "roof.html")}
         (found,) = browser.search(chromium, address, words)
@@ -290,8 +297,9 @@ button.onclick = () => {
     ],
 )
 def test_a_table_that_does_not_sort_by_keyboard_is_found(tab, monkeypatch, old, new, why):
-    monkeypatch.setattr(browser, "SORTED", ("index.html",))
-    found = _found(browser.keyboard, tab(TABLE.replace(old, new)))
+    page = tab(TABLE.replace(old, new))
+    monkeypatch.setattr(browser, "SORTED", (page.name,))
+    found = _found(browser.keyboard, page)
     assert [finding.startswith(why) for finding in found] == [True] if why else found == []
 
 
