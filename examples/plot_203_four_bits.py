@@ -343,13 +343,14 @@ page.findings()
 # also takes eight bits, zero points, a bias and any sizes; a layer is
 # ``fusebook.nn.QuantizedLinear``.
 
-packed = fusebook.quantize(weight[:64].to(given[0]), bits=4, group=128)
+part = weight[:64].to(given[0])
+packed = fusebook.quantize(part, bits=4, group=128)
 y = fusebook.quantized_matmul(given[0], packed)
 
 # %%
-# **Do not use it** for prompts and training, where rows are many. Above 96 rows
-# it converts the whole weight in each call, to 2NK bytes, and multiplies by
-# cuBLAS.
+# **Do not use it** for prompts and training, where rows are many. Above 96
+# rows it converts the whole weight in each call, to 2NK bytes, and multiplies
+# by cuBLAS.
 
 page.use()
 
