@@ -340,8 +340,8 @@ loss.backward()  # the gradient is there; a factor on the loss costs a pass
 # - **Options.** A class that does not exist gives NaN on a GPU. ``check=True``
 #   waits and raises an error.
 # - **Rows** of more than ``2**20`` classes (4096 in float64) go to torch.
-# - **Launch times** below are those of loss and gradient together, for torch
-#   with autograd.
+# - **Launch times** below include the gradient. torch computes it by autograd,
+#   which launches more kernels.
 # - **Logits from a linear layer**, as in a language model, need not be stored:
 #   see :doc:`fusebook.linear_cross_entropy <plot_108_chunked_head>`.
 # - **Do not use** ``inplace`` when something else reads the logits.
