@@ -645,7 +645,7 @@ def test_a_lesson_on_sessions_has_latencies_and_each_call(replayed):
     page = lesson.open("plot_501_onnxruntime")
     time, sizes, calls, *_ = page.verdict().text.splitlines()
     assert "chain of nodes" in time and "compiled ahead of time" in time and " pairs of size and dtype" in sizes
-    assert re.match(r"Calls. An empty run takes the CPU \d+ us. A run that launches a kernel takes it \d+ us", calls)
+    assert re.match(r"Calls. An empty run, which copies its input, takes the CPU \d+ us. A run that launches a", calls)
     drawn = page.calls()
     assert re.search(
         r"callback: Python, [\d.]+ microseconds to ONNX Runtime, [\d.]+ microseconds to launcher", drawn.text
