@@ -125,9 +125,20 @@ def test_verdicts_that_differ_are_compared_on_the_problems_of_both(monkeypatch):
     assert on_gpus.differing(found).loc["softmax", "on those of both"] == "yes and no"
 
 
+def test_problems_that_do_not_fit_into_memory_are_named(monkeypatch):
+    rows = pd.DataFrame({"dtype": "float32", "M": [1, 2, 2], "status": ["ok", "out of memory", "out of memory"]})
+    monkeypatch.setattr(on_gpus, "column", str.upper)
+    monkeypatch.setattr(on_gpus, "machines", lambda: dict.fromkeys("ab", types.SimpleNamespace(memory=80 * 2**30)))
+    assert on_gpus.exceeding({"a": {"softmax": rows}, "b": {"softmax": rows[:1]}}) == [
+        "These do not fit into the 80 GiB of A: ``softmax`` at 2 float32.",
+        "All recorded problems fit into the 80 GiB of B.",
+    ]
+
+
 def test_no_code_chooses_by_the_name_of_a_gpu():
     """A launch config depends on capability, multiprocessors and sizes; names are for records and messages."""
-    for file in sorted((ROOT / "src" / "fusebook" / "kernels").glob("*.py")):
+    package = ROOT / "src" / "fusebook"
+    for file in sorted([*package.glob("kernels/*.py"), *package.glob("ort/*.py"), *package.glob("*.py")]):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         said = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}  # docstrings
         for node in ast.walk(tree):

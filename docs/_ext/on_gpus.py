@@ -12,7 +12,7 @@ import pandas as pd
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
-__all__ = ["FALLBACKS", "GPUS", "cause", "differing", "flips", "operators", "paths", "setup", "verdicts"]
+__all__ = ["FALLBACKS", "GPUS", "cause", "differing", "exceeding", "flips", "operators", "paths", "setup", "verdicts"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "gpus.csv"
@@ -76,7 +76,7 @@ def column(slug):
 
 
 def verdicts(found):
-    """By operator and GPU the word, and our time over that of torch and torch.compile; `found` as of `frames`."""
+    """By operator and GPU the word, and Fusebook's time over the best of torch; `found` as of `frames`."""
     import answers
 
     rows = {}
@@ -220,6 +220,21 @@ def cause(points, on, times):
 
 def _rate(on, row):
     return on.rates["tf32" if row["math"] == "tf32" else row["dtype"]]
+
+
+def exceeding(found):
+    """A sentence for each recorded GPU: the problems that do not fit into its memory, or that all do."""
+    said = []
+    for slug, records in found.items():
+        lost = [(op, rows[rows["status"].eq("out of memory")]) for op, rows in records.items()]
+        named = [f"``{op}`` at {at}" for op, rows in lost if len(rows) for at in dict.fromkeys(_problems(rows))]
+        memory = f"{machines()[slug].memory / 2**30:.0f} GiB of {column(slug)}"
+        said.append(
+            f"These do not fit into the {memory}: {', '.join(named)}."
+            if named
+            else f"All recorded problems fit into the {memory}."
+        )
+    return said
 
 
 def ceilings():
@@ -392,7 +407,8 @@ class Verdicts(_Generated):
         """Ask the records."""
         return [
             self.shown(ceilings(), "Measured ceilings of the recorded GPUs"),
-            self.shown(verdicts(frames()), "Verdicts by GPU, and our GPU time over that of torch and torch.compile"),
+            self.shown(verdicts(frames()), "Verdicts by GPU, and GPU time over the best of torch and torch.compile"),
+            *self.parse_text_to_nodes(" ".join(exceeding(frames()))),
         ]
 
 
