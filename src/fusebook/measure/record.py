@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import io
 import math
@@ -112,11 +113,19 @@ def _load(file: pathlib.Path, name: str) -> tuple[pd.DataFrame, dict[str, str]]:
     if not file.exists():
         raise RecordError(f"{file}: no such record")
     try:
-        head, _, body = file.read_text().partition("\n")
+        text = file.read_text()
     except UnicodeDecodeError as error:
         raise RecordError(f"{file}: not text ({error.reason}); record it again") from error
     except OSError as error:
         raise RecordError(f"{file}: cannot be read: {error.strerror}") from error
+    frame, more = _of_text(file, name, text)
+    return frame.copy(), more.copy()
+
+
+@functools.lru_cache(maxsize=128)
+def _of_text(file: pathlib.Path, name: str, text: str) -> tuple[pd.DataFrame, dict[str, str]]:
+    """The same of a file's text, parsed once: a page asks for a record once for each of its frames and claims."""
+    head, _, body = text.partition("\n")
     match = _HEAD.fullmatch(head)
     if not match or not head.isprintable():
         raise RecordError(f"{file}: not a fusebook record: its first line is {head[:60]!r}")
@@ -366,6 +375,7 @@ def _with_host_times(frame: pd.DataFrame, before: pd.DataFrame, key: Sequence[An
 def _summed(frame: pd.DataFrame) -> tuple[str, ...]:
     """The reasons of all rows, each once, with the variants and, of drawn problems, how many it concerns."""
     found = []
+    frame = frame[[name for name in ("op", "variant", "case", "stale", "stale_host") if name in frame]]
     for column in [name for name in ("stale", "stale_host") if name in frame]:
         for (op, why), rows in frame[frame[column] != ""].groupby(["op", column], sort=False):
             whole, names = frame[frame["op"] == op], dict.fromkeys(rows["variant"])
