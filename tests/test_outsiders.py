@@ -40,6 +40,11 @@ PAIRS = {
     "multiply": (fusebook.multiply, torch.multiply, [drawn(3, 4), drawn(4, seed=1)]),
     "softmax": (fusebook.softmax, lambda x: torch.softmax(x, -1), [drawn(3, 4)]),
     "rms_norm": (fusebook.rms_norm, rms, [drawn(3, 4), drawn(4, seed=1)]),
+    "add_layer_norm": (
+        lambda x, y: fusebook.add_layer_norm(x, y)[0],
+        lambda x, y: F.layer_norm(x + y, (4,)),
+        [drawn(3, 4), drawn(3, 4, seed=1)],
+    ),
     "cross_entropy": (lambda x: fusebook.cross_entropy(x, AT), lambda x: F.cross_entropy(x, AT), [drawn(3, 4)]),
     "a loss a row": (
         lambda x: fusebook.cross_entropy(x, AT, reduction="none"),
@@ -121,13 +126,20 @@ def test_a_batch_of_gradients_is_each_of_them_or_refused(ours, theirs, given):
     y, right = ours(*tensors), theirs(*tensors)
     dys = drawn(3, *y.shape, seed=7)
     wanted = torch.autograd.grad(right, tensors, dys, is_grads_batched=True)
-    if ours is fusebook.rms_norm:
+    if ours in (PAIRS["rms_norm"][0], PAIRS["add_layer_norm"][0]):
         with pytest.raises(NotImplementedError, match=r"expected a gradient at a time, .* use torch\.func\.vmap"):
             torch.autograd.grad(y, tensors, dys, is_grads_batched=True)
         found = torch.func.vmap(torch.func.vjp(ours, *given)[1])(dys)  # as it says
     else:
         found = torch.autograd.grad(y, tensors, dys, is_grads_batched=True)
     torch.testing.assert_close(found, wanted)
+
+
+@each_pair
+def test_a_gradient_may_be_asked_for_when_the_transform_has_ended(ours, theirs, given):
+    y, found = torch.func.vjp(ours, *given)
+    dy = drawn(*y.shape, seed=7)
+    torch.testing.assert_close(found(dy), torch.func.vjp(theirs, *given)[1](dy))
 
 
 @each_pair

@@ -671,6 +671,13 @@ class _Recorded(torch.autograd.Function):
         return None, None, None, *found
 
 
+class _PassedOn(TorchDispatchMode):
+    """Changes nothing, except that calls go through torch's dispatcher."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 class _Transformed(_Recorded):
     """The same for torch.func, which has to see what is saved, and needs a rule for batches."""
 
@@ -683,6 +690,12 @@ class _Transformed(_Recorded):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.what, _, _, *flat = inputs
         ctx.what.op.keep(ctx, _nested(flat, ctx.what.lengths), output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """After the transform has ended, what it saved is wrapped: torch's dispatcher unwraps that."""
+        with contextlib.nullcontext() if _transforms() else _PassedOn():
+            return _Recorded.backward(ctx, *gradients)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
