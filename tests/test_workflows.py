@@ -106,3 +106,20 @@ def test_slurm_writes_its_log_where_a_folder_is():
     assert "/" not in log
     ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").split()
     assert "/" + re.sub(r"%\w", "*", log) in ignored
+
+
+def test_the_array_of_slurm_has_a_task_for_each_page(tmp_path):
+    """No directive names a number, which the next page would make wrong."""
+    assert "#SBATCH --array" not in BATCH
+    head = re.findall(r"(?m)^#     (.*)$", BATCH)
+    command = "\n".join(line for line in head if line.startswith(("pages=", "sbatch")))
+    for count in (3, 12):
+        (tmp_path / "examples").mkdir(exist_ok=True)
+        for i in range(count):
+            (tmp_path / "examples" / f"plot_{i:03}.py").touch()
+        shown = ["bash", "-c", f"sbatch() {{ echo $1; }}\n{command}"]
+        done = subprocess.run(shown, cwd=tmp_path, check=True, capture_output=True, text=True)
+        assert done.stdout == f"--array=0-{count - 1}\n"
+    alone = {"SLURM_ARRAY_TASK_ID": ""}
+    failed = subprocess.run(["bash", "-c", BATCH], cwd=ROOT, env=alone, capture_output=True, text=True)
+    assert failed.returncode and "the sbatch command needs --array" in failed.stderr
