@@ -184,6 +184,21 @@ def test_parameters_without_gradient_are_left_and_count_their_own_steps(capturab
     close_states(*made)
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_program_may_write_to_the_count_of_one_parameter(loaded, device):
+    lists = [parameters(device) for _ in BOTH]
+    for kind, ps in zip(BOTH, lists, strict=True):
+        optimizer = after(kind(ps, lr=0.1), ps, 3)
+        if loaded:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.state[ps[0]]["step"].zero_()
+        after(optimizer, ps, 2, 3)
+        for state in optimizer.state.values():
+            state["step"] += 5
+        after(optimizer, ps, 2, 5)
+    close(*lists)
+
+
 def test_one_launch_steps_what_did_as_many_steps(device, monkeypatch):
     lists = []
     monkeypatch.setattr("fusebook.optim.adamw_step", lambda ps, *_, **__: lists.append(len(ps)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -33,20 +32,46 @@ class _Launch:
 
     params: list[Tensor]
     states: list[dict[str, Any]]
-    count: Tensor
+    count: Tensor  # on the device one number that all share, else a number for each
+    counts: list[Tensor] = dataclasses.field(default_factory=list)  # what the states have of it
+    done: int = -1  # by the host; below 0 where the device counts
+    version: int = 0  # that no program has written to
     check: Any = None
 
     def count_by(self, count: Tensor) -> None:
-        """Give all parameters the same number of steps done."""
-        self.count = count
-        for s in self.states:
-            s["step"] = count
+        """Give all parameters one tensor for the number of steps done, which the device counts."""
+        self._give(count, [count] * len(self.states), -1)
+
+    def count_apart(self, done: int) -> None:
+        """Give each parameter a number of steps done, which a program may write to."""
+        with torch.inference_mode(False):  # else no version is kept
+            count = torch.tensor([float(done)] * len(self.states), device="cpu", dtype=torch.float32)
+            if type(count) is Tensor:
+                self._give(count, [*count.unbind()], done)
+            else:  # a fake tensor has a value where it is made of a number
+                counts = [torch.tensor(float(done), device="cpu", dtype=torch.float32) for _ in self.states]
+                self._give(count, counts, done)
+        self.version = count._version
+
+    def count_on(self) -> None:
+        """Count a step on the host."""
+        if type(self.count) is not Tensor:
+            self.count_apart(self.done + 1)
+            return
+        self.count.add_(1)
+        self.done, self.version = self.done + 1, self.count._version
+
+    def _give(self, count: Tensor, counts: list[Tensor], done: int) -> None:
+        self.count, self.counts, self.done = count, counts, done
+        for s, own in zip(self.states, counts, strict=True):
+            s["step"] = own
 
     def again(self) -> Any:
         """The gradients of the next step, or None if anything else has changed."""
         grads = [p.grad for p in self.params]
         counts = [s.get("step") for s in self.states]
-        known = self.check is not None and self.check(*grads) and _same(counts, itertools.repeat(self.count))
+        known = self.check is not None and self.check(*grads) and _same(counts, self.counts)
+        known = known and (self.done < 0 or self.count._version == self.version)
         return grads if known else None
 
 
@@ -109,6 +134,9 @@ class AdamW(torch.optim.AdamW):
     A step by ``GradScaler`` does not wait for the GPU, as with ``fused=True``. The kernel divides gradients by the
     scale, and does nothing if one is not finite. Steps are then counted on the device. Unlike torch's step, this one
     leaves gradients scaled, unless ``unscale_`` was called.
+
+    Where steps are counted on the device, parameters share the tensor ``step`` in their states. To change the number
+    of one of them, replace that tensor instead of writing to it.
 
     The averages have the dtype of their parameter, as in `torch.optim.AdamW`.
 
@@ -211,9 +239,13 @@ class AdamW(torch.optim.AdamW):
         launches = []
         stepped = {*map(id, params)}
         taken = {id(s["step"]) for p, s in self.state.items() if s and id(p) not in stepped}
-        for some in found.values():
+        for (done, *_), some in found.items():
             states = [self.state[p] for p in some]
             launch = _Launch(some, states, states[0]["step"])
+            launches.append(launch)
+            if not (group["capturable"] or launch.count.device.type != "cpu"):
+                launch.count_apart(int(done))
+                continue
             if id(launch.count) in taken:  # by parameters that are not stepped now, or by another launch
                 if capturing:
                     raise RuntimeError(
@@ -223,7 +255,6 @@ class AdamW(torch.optim.AdamW):
                 launch.count = launch.count.clone()
             launch.count_by(launch.count)
             taken.add(id(launch.count))
-            launches.append(launch)
         self._kept[id(group)] = _Kept([*group["params"]], left, group.get("seed"), launches)
         return [(launch, [p.grad for p in launch.params]) for launch in launches]
 
@@ -250,13 +281,13 @@ class AdamW(torch.optim.AdamW):
                 key: _local(value).to(device, non_blocking=True) if isinstance(value, Tensor) else value
                 for key, value in scaling.items()
             }
-            if launch.count.device != device:  # a copy would wait for the device
-                launch.count_by(torch.full((), launch.count.item(), device=device))
         counting = group["capturable"] or scaling or launch.count.device.type != "cpu"
+        if counting and launch.done >= 0:  # a copy would wait for the device
+            launch.count_by(torch.full((), float(launch.done), device=device))
         try:
             adamw_step(
                 params, grads, *lists,
-                step=launch.count if counting else int(launch.count) + 1, lr=lr, beta1=beta1, beta2=beta2,
+                step=launch.count if counting else launch.done + 1, lr=lr, beta1=beta1, beta2=beta2,
                 eps=group["eps"], weight_decay=group["weight_decay"], maximize=group["maximize"],
                 seed=seed if params[0].dtype == torch.bfloat16 else None, **scaling,
             )  # fmt: skip
@@ -269,16 +300,18 @@ class AdamW(torch.optim.AdamW):
         if as_they_are:  # not before: a guard of a sparse tensor may end the process
             launch.check = guard(grads)
         if not counting:
-            launch.count_by(launch.count + 1)
+            launch.count_on()
 
     def _share_counts(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """Give parameters that did as many steps one tensor that counts them, so that one launch steps all of them."""
+        """Give parameters that did as many steps one tensor on the device, by which one launch counts for all."""
         shared: dict[Any, Tensor] = {}
         for p in params:
             count = self.state[p]["step"]
             device = p.device if group["capturable"] else torch.device("cpu")
             placed = count.detach().to(device, torch.float32, copy=True).view(())
-            self.state[p]["step"] = shared.setdefault((device, float(count)), placed)
+            if group["capturable"]:
+                placed = shared.setdefault((device, float(count)), placed)
+            self.state[p]["step"] = placed
 
     def state_dict(self) -> dict[str, Any]:
         """The state as of `torch.optim.AdamW`, which counts the steps of each parameter apart.
