@@ -40,10 +40,7 @@ ELEMENTWISE = ["add_sub", "multiply", "multiply_add", "silu", "add_add_multiply"
 SCATTERS = ["masked_scatter_nd_of_shape", "scatter_nd_of_shape", "embedding_backward"]
 NORMS = ["rms_norm", "add_rms_norm", "rms_norm_fp8", "layer_norm", "rms_norm_backward", "layer_norm_backward"]
 #: Claims that a record has no numbers for, by lesson: the evidence says so, until the page is recorded again.
-WAITING = {
-    "plot_202_swiglu": {"stacked-gain", "few-gain"},
-    "plot_402_two_gpus": {"two-jobs-queued", "switch-add", "switch-alone", "two-jobs-threads", "two-jobs-graphs"},
-}
+WAITING: dict[str, set[str]] = {}
 
 
 @pytest.fixture
