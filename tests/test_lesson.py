@@ -40,7 +40,7 @@ ELEMENTWISE = ["add_sub", "multiply", "multiply_add", "silu", "add_add_multiply"
 SCATTERS = ["masked_scatter_nd_of_shape", "scatter_nd_of_shape", "embedding_backward"]
 NORMS = ["rms_norm", "add_rms_norm", "rms_norm_fp8", "layer_norm", "rms_norm_backward", "layer_norm_backward"]
 #: Claims that a record has no numbers for, by lesson: the evidence says so, until the page is recorded again.
-WAITING: dict[str, set[str]] = {}
+WAITING = {"plot_202_swiglu": {"over-quack"}}  # quack 0.6.5 raises a TypeError there
 
 
 @pytest.fixture
@@ -96,13 +96,11 @@ def test_every_claim_is_evaluated_on_the_record(name, replayed):
 def test_a_claim_on_rows_of_another_gpu_than_its_lessons_says_so(replayed, monkeypatch):
     about = evidence.load("plot_402_two_gpus")
     claim = next(c for c in about.CLAIMS if c.id == "two-jobs-large")
-    own = evidence.evaluate(claim, Frames(about)).text
-    monkeypatch.setattr(machines, "places", lambda page="": [machines.RECORDS / s for s in ("another", "nvidia-h200")])
-    assert evidence.evaluate(claim, Frames(about)).text == own.removesuffix(" Measured on NVIDIA H200.") + (
-        " Measured on NVIDIA H200."
-    )
     monkeypatch.setattr(machines, "places", lambda page="": [machines.RECORDS / "nvidia-h200"])
-    assert "Measured on" not in evidence.evaluate(claim, Frames(about)).text
+    own = evidence.evaluate(claim, Frames(about)).text
+    assert "Measured on" not in own
+    monkeypatch.setattr(machines, "places", lambda page="": [machines.RECORDS / s for s in ("another", "nvidia-h200")])
+    assert evidence.evaluate(claim, Frames(about)).text == own + " Measured on NVIDIA H200."
 
 
 @pytest.mark.parametrize("name", LESSONS)

@@ -255,7 +255,6 @@ CLAIMS = (
         lambda frames: _over(_half(frames, True), "quack"),
         "> 1",
         _MANY,
-        lesson=True,
     ),
     Claim(
         "few-cold",
