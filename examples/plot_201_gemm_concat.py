@@ -308,7 +308,8 @@ y = fusebook.concat_gemm(x, [w0, w1])
 # - **Checks.** There is no ``check=``, and no call waits for the GPU.
 # - **Training.** The backward pass is torch's matmuls.
 # - **Do not use it** for packed weights, or for one weight. In the table,
-#   *torch* includes packed weights.
+#   *torch* includes packed weights, and also a concat of the weights in each
+#   call. For one row, these are thousands of times as large as the output.
 
 page.use()
 

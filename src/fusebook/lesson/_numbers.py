@@ -390,14 +390,16 @@ def _memory_of(op: Op, frame: pd.DataFrame, variant: str, name: str = "", output
         return f"{name} allocates {f'at most {_bytes(held)}' if held else 'nothing'} beyond {place}."
     if ratio < 1.02:
         return f"{name} allocates {output} and {f'at most {_bytes(beyond)} more' if beyond > 0 else 'nothing else'}."
-    ratios = rows["peak_bytes"] / rows["write_bytes"]
-    span = f"{_outputs(ratios.min())} to {_outputs(ratios.max())}"
-    span = span if ratios.max() > 1.5 * ratios.min() else _outputs(ratio)
-    return f"{name} allocates {span} times {output}."
+    return f"{name} allocates {_span(rows)} times {output}."
 
 
-def _outputs(ratio: float) -> str:
-    return f"{ratio:.1f}" if ratio < 9.95 else f"{ratio:.0f}"
+def _span(rows: pd.DataFrame) -> str:
+    """Memory in outputs: the median, or the least and the most where these differ much."""
+    ratios = rows["peak_bytes"] / _output(rows)
+    least, median, most = (
+        f"{ratio:.{1 if ratio < 9.95 else 0}f}" for ratio in (ratios.min(), ratios.median(), ratios.max())
+    )
+    return f"{least} to {most}" if ratios.max() > 1.5 * ratios.min() else median
 
 
 def _bytes(count: float) -> str:
@@ -410,9 +412,9 @@ def _most(op: Op, frame: pd.DataFrame, variants: Sequence[str]) -> str:
     found = [variant for variant in variants if _extra(frame, variant) == _extra(frame, variant)]
     held = [_held(op, frame, variant) for variant in found]
     if not found or None in held:
-        rows = [_large(frame, variant) for variant in found]
-        ratios = [float((some["peak_bytes"] / some["write_bytes"]).max()) for some in rows]
-        return f"{_outputs(max(ratios))} x output" if found else "not measured"
+        if not found:
+            return "not measured"
+        return f"{_span(_large(frame, max(found, key=functools.partial(_extra, frame))))} x output"
     return _bytes(most) if (most := max(value for value in held if value is not None)) else "nothing"
 
 
@@ -433,7 +435,7 @@ def choices(op: Op, frame: pd.DataFrame, clock: str = "cold") -> pd.DataFrame:
     for name, groups in named.items():
         row: dict[str, Any] = {}
         for kind, title in (("cold", "fastest in GPU time"), ("paid", "fastest end to end")):
-            table = found[kind][found[kind][[*_verdicts.GROUPS]].notna().any(axis=1)]  # alone, each is the fastest
+            table = found[kind]
             own, least = table[groups].min(axis=1), table[[*_verdicts.GROUPS, "ours"]].min(axis=1)
             row[title] = f"{int((own <= (1 + tables.WITHIN) * least).sum())} of {own.notna().sum()}"
         table = found[clock]
