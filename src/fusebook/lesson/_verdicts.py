@@ -83,8 +83,9 @@ def choices(op: Op, frame: pd.DataFrame, kind: str = "paid") -> pd.DataFrame:
         variant that takes the least, and ``take``, what is within 2 % of it: torch, torch.compile, the fastest library
         by its name, and ours, in this order.
     """
-    every, ways = compared(op, frame), tables.timed(compared(op, frame), kind)
-    every, ways = (rows.assign(size=tables.label(rows)) for rows in (every, ways))
+    every = compared(op, frame)
+    every = every.assign(size=tables.label(every))
+    ways = tables.timed(every, kind)
     keys, column = ["size", "dtype"], tables.column(kind)
     # Where ours is right and has no time by this clock, the others were timed on another day: nobody wins unopposed.
     right, timed = (
