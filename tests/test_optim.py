@@ -265,6 +265,8 @@ def test_a_scaler_skips_a_step_with_infinite_gradients(capturable, device):
         made.append(optimizer)
     close(*results)
     close_states(*made)
+    counts = [s["step"] for s in made[1].state_dict()["state"].values()]
+    assert len({c.data_ptr() for c in counts}) == len(counts), "torch adds 1 to each of them"
 
 
 def test_a_step_by_a_scaler_reads_nothing_back(device, monkeypatch):
@@ -280,6 +282,8 @@ def test_a_step_by_a_scaler_reads_nothing_back(device, monkeypatch):
         before = [p.grad.clone() for p in ps]
         scaler.step(optimizer)
     close([p.grad for p in ps], before)  # they stay scaled
+    optimizer.step()
+    assert {s["step"].item() for s in optimizer.state.values()} == {3}
 
 
 def test_a_scale_that_is_no_tensor_is_refused(device):

@@ -281,7 +281,7 @@ class AdamW(torch.optim.AdamW):
                 key: _local(value).to(device, non_blocking=True) if isinstance(value, Tensor) else value
                 for key, value in scaling.items()
             }
-        counting = group["capturable"] or scaling or launch.count.device.type != "cpu"
+        counting = group["capturable"] or scaling or launch.done < 0
         if counting and launch.done >= 0:  # a copy would wait for the device
             launch.count_by(torch.full((), float(launch.done), device=device))
         try:
