@@ -473,7 +473,7 @@ class Fusion(_Generated):
         """Read docs/gpus.csv."""
         df = unfused()
         kernels = {name for cell in df["kernels that change"] for name in cell.split("; ")} - {"none"}
-        says = f"For Hopper, the code of {len(kernels)} kernels then changes. Their times are not recorded yet."
+        says = f"For Hopper, the code of {len(kernels)} kernels then changes."
         shown = self.shown(df, "Kernels whose code changes without fused multiply-adds, on Hopper")
         return [*self.parse_text_to_nodes(says), shown]
 
