@@ -505,7 +505,8 @@ def test_a_lesson_records_what_ranks_measured_on_each_number_of_gpus(name, monke
             assert sorted(written["GPUs"].unique()) == [1, 2, 4]
             assert "frame" not in written and not written.isna().all().any()
         assert len(written) == len(known[frame]) * (1 if spec.function else 3)
-    assert "measured now on Test GPU" in repr(shown) and "N = 4" in repr(shown)
+    letter = "N" if name == "plot_402_two_gpus" else "G"  # of the number of GPUs
+    assert "measured now on Test GPU" in repr(shown) and f"{letter} = 4" in repr(shown)
 
 
 def test_a_rank_of_a_lesson_shows_nothing_and_measures_its_steps(monkeypatch):
