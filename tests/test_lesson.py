@@ -71,6 +71,14 @@ def recorded(frames, what):
     return True
 
 
+@functools.cache
+def evaluated(name):
+    """What the record says of each claim of a lesson: two tests ask."""
+    about = evidence.load(name)
+    frames = Frames(about)
+    return [evidence.evaluate(claim, frames) for claim in about.CLAIMS]
+
+
 @pytest.mark.parametrize("name", LESSONS)
 def test_every_claim_is_evaluated_on_the_record(name, replayed):
     about = evidence.load(name)
@@ -82,8 +90,7 @@ def test_every_claim_is_evaluated_on_the_record(name, replayed):
     assert len({claim.id for claim in about.CLAIMS}) == len(about.CLAIMS)
     assert sum(claim.lesson for claim in about.CLAIMS) <= 4
     assert all(recorded(frames, frame) for frame in frames if not getattr(about, "UNRECORDED", False))
-    for claim in about.CLAIMS:
-        found = evidence.evaluate(claim, frames)
+    for claim, found in zip(about.CLAIMS, evaluated(name), strict=True):
         assert re.fullmatch(r"[a-z0-9-]+", claim.id) and claim.scope and claim.kind in ("claim", "target", "statement")
         if claim.id in WAITING.get(name, ()):
             assert "not measured" in found.text + found.detail, f"{claim.id} was recorded: it waits no longer"
@@ -106,8 +113,7 @@ def test_a_claim_on_rows_of_another_gpu_than_its_lessons_says_so(replayed, monke
 @pytest.mark.parametrize("name", LESSONS)
 def test_sentences_of_the_evidence_are_plain(name, replayed):
     about = evidence.load(name)
-    frames = Frames(about)
-    texts = [evidence.evaluate(claim, frames).text for claim in about.CLAIMS]
+    texts = [found.text for found in evaluated(name)]
     texts += [f"{claim.scope}." for claim in about.CLAIMS] + list(about.LOG)
     assert [fault for text in texts for fault in style.faults(text)] == []
 
