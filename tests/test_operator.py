@@ -18,9 +18,11 @@ import types
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import triton
+import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -772,6 +774,31 @@ def test_a_batch_of_an_operator_without_a_rule(device):
     found = torch.vmap(lambda t: fusebook.embedding_backward(t, index, 4, check=False))(dy)
     for a, t in zip(found, dy, strict=True):
         torch.testing.assert_close(a, fusebook.embedding_backward(t, index, 4))
+
+
+# Numbers
+
+
+@triton.jit
+def _copied(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, tl.load(x_ptr + at))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_numbers_become_the_nearest_bfloat16_and_stay_what_they_are_in_more_bits(dtype, device):
+    """The interpreter's own casts cut bits off, and mistake numbers below the normal range."""
+    every = torch.arange(2**16, dtype=torch.int32, device=device)
+    narrow = every.to(torch.int16).view(torch.bfloat16)
+    # Of each bfloat16 numbers near it, half a step away from it, and next to that.
+    wide = ((every << 16)[:, None] + torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], device=device)).flatten()
+    wide = wide.to(torch.int32).view(torch.float32)
+    for given in (narrow, wide.to(dtype)):
+        to = dtype if given is narrow else torch.bfloat16
+        found = torch.empty(given.shape, dtype=to, device=device)
+        with np.errstate(all="ignore"):
+            _copied[(len(given) // 2**13,)](given, found, 2**13)
+        torch.testing.assert_close(found, given.to(to), atol=0, rtol=0, equal_nan=True)
 
 
 # Autocast

@@ -114,9 +114,19 @@ if INTERPRETED:
         _builder._cast_directly = _builder.cast_impl
 
         def _cast_by_steps(self: Any, source: Any, kind: Any) -> Any:
-            """Go from float64 to bfloat16 by float32: directly, the interpreter makes integers."""
-            if source.dtype.scalar == float64 and kind.scalar == bfloat16:
-                source = self._cast_directly(source, float32)
+            """Round to the nearest bfloat16, as a GPU does. The interpreter cuts off bits, or makes integers.
+
+            It also reads bfloat16 below the normal range as other numbers.
+            """
+            of, to = source.dtype.scalar, kind.scalar
+            if to == bfloat16 and of in (float32, float64):
+                bits = source.data.astype("float32").view("uint32")
+                nearest = bits + 0x7FFF + (bits >> 16 & 1)
+                nan = (bits & 0x7FFFFFFF) > 0x7F800000  # whose bits could be rounded to those of infinity
+                bits = nearest * ~nan + (bits | 1 << 22) * nan
+                return interpreter.TensorHandle((bits >> 16).astype("uint16"), to)
+            if of == bfloat16 and to == float32:
+                return interpreter.TensorHandle((source.data.astype("uint32") << 16).view("float32"), to)
             return self._cast_directly(source, kind)
 
         _builder.cast_impl = _cast_by_steps
