@@ -272,8 +272,8 @@ page.catches(overflowing, given=given, x_times_100=(100 * x, gate, up))
 # *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
 # (*cold L2*). In the figure the weights are 4096 x 11008. For *packed*, the
 # weights were put side by side once, when the model was loaded. One matmul
-# takes both, and torch does the rest. quack, a library whose matmul ends in
-# SwiGLU, has no times: version 0.6.5 raised an error at each size on the H100.
+# takes both, and torch does the rest. quack is a library whose matmul ends in
+# SwiGLU. On the H100 its version 0.6.5 raised an error at each size.
 
 page.plot("fusebook", over="M")
 

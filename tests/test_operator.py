@@ -785,6 +785,7 @@ def _copied(x_ptr, y_ptr, BLOCK: tl.constexpr):
     tl.store(y_ptr + at, tl.load(x_ptr + at))
 
 
+@pytest.mark.skipif(ABSENT in os.environ, reason="no kernel runs there")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_numbers_become_the_nearest_bfloat16_and_stay_what_they_are_in_more_bits(dtype, device):
     """The interpreter's own casts cut bits off, and mistake numbers below the normal range."""
