@@ -278,7 +278,8 @@ page.catches(uncorrected, step_1000000=late, step_7=given)
 # ---------------
 #
 # All lists have ten million elements. ``foreach`` and ``fused=True`` are
-# PyTorch's own functions for lists.
+# PyTorch's own functions for lists. torch.compile has no time for 1000
+# tensors: above 100, compiling takes minutes.
 
 page.plot("times", over="tensors")
 

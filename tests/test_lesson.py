@@ -520,7 +520,16 @@ def test_a_lesson_on_tokens_has_shares_of_the_roofline_and_memory_of_torch(repla
     assert wide.columns.tolist() == ["4096 tokens", "1 token", "lines"]
     assert 50 < wide.loc["step 1, small", "4096 tokens"] < wide.loc["fusebook.swiglu", "4096 tokens"] < 105
     memory = _numbers.choices(page.op, page._everything()).loc["torch or torch.compile", "peak memory"]
-    assert memory.endswith(" x output"), "no variant is named torch: the one that holds least"
+    assert " x output (" in memory, "no variant is named torch: the one that holds most, by its name"
+
+
+def test_the_table_has_the_memory_of_the_verdict_and_says_whose_it_is(replayed):
+    page = lesson.open("plot_306_tf32_filter")
+    memory = page.verdict().text.splitlines()[2]
+    own, other = _numbers.choices(page.op, page._everything())["peak memory"]
+    assert f"Fusebook allocates {own.replace(' x', ' times the')}." in memory
+    span = other.removesuffix(" x output (torch.cdist)")
+    assert f"torch.cdist allocates {span} times the output." in memory
 
 
 def test_a_verdict_leaves_out_strategies_and_checked_calls(replayed):
@@ -685,6 +694,7 @@ def test_a_lesson_on_launches_shows_end_to_end_times_and_bytes(replayed):
     text = steps.verdict().text
     assert "of end-to-end time, the larger of CPU launch time and GPU time, at 10,000,000 elements in 1000" in text
     assert "Fusebook allocates nothing beyond its inputs. The loop allocates at most 38.1 MiB" in text
+    assert "Between steps, Fusebook keeps tables on the GPU" in text
     assert "MiB beyond inputs and output" in fits.verdict().text
     steps.frames.known["steps"] = pd.DataFrame({"step": ["loop", "kept"]})
     assert "Not measured yet: step 1, step 2.)" in steps.verdict().text

@@ -408,14 +408,18 @@ def _bytes(count: float) -> str:
 
 
 def _most(op: Op, frame: pd.DataFrame, variants: Sequence[str]) -> str:
-    """The peak memory of those of some implementations that take most: outputs, or bytes beyond them."""
+    """The peak memory of that of some implementations that takes most, and which it is: outputs, or bytes beyond."""
     found = [variant for variant in variants if _extra(frame, variant) == _extra(frame, variant)]
     held = [_held(op, frame, variant) for variant in found]
     if not found or None in held:
         if not found:
             return "not measured"
-        return f"{_span(_large(frame, max(found, key=functools.partial(_extra, frame))))} x output"
-    return _bytes(most) if (most := max(value for value in held if value is not None)) else "nothing"
+        name = max(found, key=functools.partial(_extra, frame))
+        # Of all sizes, as the verdict says it.
+        span = "1.0" if _extra(frame, name) < 1.02 else _span(tables.where(frame, variant=name, status="ok"))
+        return f"{span} x output{f' ({said([name])})' if len(found) > 1 else ''}"
+    most, name = max(((value, name) for value, name in zip(held, found, strict=True) if value is not None))
+    return f"{_bytes(most)}{f' ({said([name])})' if len(found) > 1 else ''}" if most else "nothing in a step"
 
 
 def choices(op: Op, frame: pd.DataFrame, clock: str = "cold") -> pd.DataFrame:

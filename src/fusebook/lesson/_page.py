@@ -167,6 +167,8 @@ class Page:
         """The box: time at one size, over all sizes, and memory."""
         words, kind = getattr(self.about, "WORDS", ""), getattr(self.about, "CLOCK", "cold")
         lines, bars = _numbers.verdict(self.op, self._everything(), self.about.EXAMPLE, words, kind)
+        if kept := getattr(self.about, "KEPT", ""):  # what stays allocated, which no peak of a call shows
+            lines[-1] += f" {kept}"
         return self._box(lines, bars, _numbers.origin(self._everything()))
 
     def _box(self, lines: Sequence[str], bars: Shown | None, label: str) -> Shown:
