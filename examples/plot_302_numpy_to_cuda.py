@@ -99,8 +99,8 @@ page.picture.blocks(20, 8)
 page.threads()
 
 # %%
-# Two threads take half the time of one, so arithmetic limits the compiled loop
-# and not memory. NumPy is slower than its traffic predicts: each operation
+# Two threads take half the time of one, so the memory that they share is not
+# the limit yet. NumPy is slower than its traffic predicts: each operation
 # writes to fresh memory, whose pages the system has to map first. The copies
 # of step 1 show below what that costs.
 #
@@ -109,9 +109,9 @@ page.threads()
 # Step 1: on the GPU, with arrays {gain arrays at N=20000000}
 # -----------------------------------------------------------
 #
-# Under ``torch.device("cuda")`` the compiled function copies its arrays to the
-# GPU, and the result back. Dynamo fails at operators on arrays there, such as
-# ``-``, so we write them as functions.
+# Within ``torch.device("cuda")`` the compiled function copies its arrays to
+# the GPU, and the result back. Dynamo fails there at operators on arrays, such
+# as ``-``, so step 1 writes them as functions. Step 2 does not need that.
 
 
 def by_name(X, means):
@@ -134,8 +134,8 @@ def arrays(X, means):
 # -----------------------------------------------------------------
 #
 # Most of the time of step 1 is copies. With tensors in and out there are none.
-# The line in the middle is still NumPy. ``.numpy()`` copies nothing, as the
-# compiler removes it:
+# Between ``.numpy()`` and ``from_numpy`` it is still the line of NumPy, and
+# the compiler removes both conversions:
 
 
 @torch.compile(dynamic=False)
@@ -152,10 +152,12 @@ page.generated()
 # Is it correct?
 # --------------
 #
-# The published example has centres at (5, 5) and (10, 10). If code exchanges x
-# and y of the centres, no label changes there. So take centres off the
-# diagonal. The check compares distances: that to the centre of the label, and
-# the smallest one.
+# The line is from `a post of PyTorch, 2023`__. Its example has centres at
+# (5, 5) and (10, 10). If code exchanges x and y of the centres, no label
+# changes there. So take centres off the diagonal. The check compares
+# distances: that to the centre of the label, and the smallest one.
+#
+# __ https://pytorch.org/blog/compiling-numpy-code/
 
 
 def exchanged(points, centres, label_dtype=torch.int64):

@@ -372,8 +372,8 @@ class NumpyPage(Page):
             f"**{_numbers.microseconds(us['tensors'])}** if the points are on the GPU already. There "
             f"`fusebook.kmeans_assign` takes {_numbers.microseconds(us['fusebook'])}.",
             f"**CPU.** Compiled for {least['threads']} threads of the CPU, it takes "
-            f"{_numbers.microseconds(1e6 * least['compiled'])}. In the same process NumPy takes "
-            f"{least['NumPy']:.2f} s, {least['NumPy'] / least['compiled']:.0f}x as long.",
+            f"{_numbers.microseconds(1e6 * least['compiled'])}, 1/{least['NumPy'] / least['compiled']:.0f} of NumPy in "
+            f"the same process ({least['NumPy']:.2f} s). The time of NumPy varies from process to process.",
             f"**Memory.** On the GPU, eager PyTorch allocates {gib['eager']:.2f} GiB for it at its peak, torch.compile "
             f"{gib['torch.compile']:.2f} GiB and Fusebook {gib['fusebook']:.2f} GiB: the labels.",
         ]
@@ -410,7 +410,8 @@ class NumpyPage(Page):
             bars[f"compiled, {threads} thread{'s' * (threads > 1)}"] = 1e3 * seconds
         caption = (
             f"Milliseconds with {rows['points'].iloc[0]:,} points in float64, on a CPU of {rows['cores'].iloc[0]} "
-            f"cores, in another process than the times below; {_numbers.origin(frame)}."
+            f"cores, in another process than other times on this page: compare within this figure; "
+            f"{_numbers.origin(frame)}."
         )
         shown = picture.bars(caption, bars, {name: f"{ms:.0f} ms" for name, ms in bars.items()}, list(bars)[1:])
         folded = _folded("The C++ that was generated", rows["code"].iloc[0], "cpp")
@@ -599,7 +600,7 @@ CLAIMS = (
     # The lesson's findings
     Claim(
         "one-core",
-        "Published in 2023: on one core the compiled line is at least 9x faster than NumPy, as the traffic predicts. "
+        "The post of 2023: on one core the compiled line is at least 9x faster than NumPy, as the traffic predicts. "
         "Measured: {median:.1x}.",
         lambda frames: _threads(frames)[[1]],
         ">= 9",
