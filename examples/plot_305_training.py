@@ -98,7 +98,7 @@ def rotate_one(
 
 
 def by_token(x):
-    """[B, N, H, 2R], which copies nothing that a linear layer wrote."""
+    """[B, N, H, 2R]: as a linear layer wrote x, so nothing is copied."""
     return x.transpose(1, 2).contiguous()
 
 
@@ -181,9 +181,8 @@ class Rope(torch.autograd.Function):
 
 
 # %%
-# This can be checked without another reference. Given a table of -sin, the
-# backward pass turns by the angle itself, as the forward pass does. So it has
-# to return the rotation:
+# The backward pass turns by the opposite of the angles that it is given. Given
+# -sin, it must turn by the angles themselves, so the same check applies:
 
 
 def by_gradient(q, k, cos, sin, style="neox"):
@@ -228,8 +227,8 @@ page.source("rope", fold=True)
 #
 # The profiler of PyTorch lists all kernels of a step, and we sort them by
 # their names. The model is a Llama of Hugging Face's transformers in bfloat16,
-# with 8 layers of 2048 elements and a vocabulary of 128256. *No kernel* is
-# time in which the GPU waits.
+# with 8 layers of 2048 elements and a vocabulary of 128256. The row *no
+# kernel* is time in which the GPU waits.
 
 page.profile()
 
@@ -266,7 +265,8 @@ def train(model, optimizer, ids):
 # - **Norms:** :doc:`plot_104_norms`, one pass instead of six operations.
 # - **rope:** the kernel of this page.
 # - **MLP's product:** silu(a) * b in one pass, :doc:`plot_101_elementwise`.
-# - **Loss:** :doc:`plot_108_chunked_head`, which never stores all logits.
+# - **Loss:** chunk by chunk, together with the last matmul
+#   (:doc:`plot_108_chunked_head`).
 # - **AdamW:** :doc:`plot_304_adamw`, one launch for all parameters.
 #
 # **We predict** that the loss saves the most memory: logits take
