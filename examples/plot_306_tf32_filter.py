@@ -79,7 +79,7 @@ def two_nearest(
     x_ptr, c_ptr, squares_ptr, i, live, K, D, FLOAT: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The nearest centre, by how much it is, and the points' squares."""
+    """The nearest centre, how much nearer than the second, and |x|^2."""
     HOW: tl.constexpr = "tf32" if FLOAT == tl.float32 else "ieee"
     j, a = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
     here, inside = live[:, None] & (a < D)[None, :], (a < D)[:, None]
