@@ -62,7 +62,7 @@ step.traffic(eager=eager, fused=1)
 # twice the speed for a large X.** A small X stays in the L2 cache, and a step
 # costs its launches. A profiler counts 24 in an eager step of 100,000 rows.
 # Step 1 has 8: one kernel and seven small operations of PyTorch. **So we
-# predict three times the speed for a small X.** The library has two launches.
+# predict three times the speed for a small X.**
 
 # %%
 # .. _logistic-rows:
@@ -186,8 +186,7 @@ page.picture.lanes(
 # %%
 # Programs can wait for each other only if all run at the same time, which a
 # *cooperative* launch promises. A :term:`barrier` is a counter in memory: each
-# program adds one, and waits until all have. It only grows, so it is never
-# reset.
+# program adds one, and waits until all have. It is never reset.
 
 
 @triton.jit
@@ -258,8 +257,7 @@ def barriers(X, y, w, b, lr, l2, steps):
     sizes = (ROWS, N, triton.cdiv(N, programs), programs)
     names = ("ROWS", "BLOCK", "SLICE", "PARTS")
     constants = zip(names, map(triton.next_power_of_2, sizes), strict=True)
-    # The counter is an int32: like float32, it has four bytes, and 0 is the
-    # same bits in both.
+    # The counter is read as int32, which also has four bytes and this 0.
     parts, counter = X.new_empty(programs, N + 1), X.new_zeros(1)
     fit_barriers[(programs,)](
         w, b, parts, counter, X, y, M, N, steps, lr, l2,
@@ -275,8 +273,8 @@ page.check(barriers, *many)
 # as a whole: half of it is a float32, and half the number of the step. A
 # program reads the word that it needs until that has the number of the current
 # step. That saves one trip to the L2 cache at each barrier. NCCL, NVIDIA's
-# library for communication, calls this its low-latency (LL) protocol:
-# :term:`LL protocol`.
+# library for communication, has a :term:`low-latency protocol <LL protocol>`
+# of this kind.
 
 page.source("logistic_fit", fold=True)
 
@@ -284,9 +282,9 @@ page.source("logistic_fit", fold=True)
 # Is it correct?
 # --------------
 #
-# A check is worth what it catches. This step takes the loss from the textbook.
-# At :math:`x_i w + b = 20` the nearest float32 to p is 1, and the logarithm of
-# 1 - p is infinite. Every tenth row of the stress inputs is that far out.
+# This step takes the loss from the textbook. At :math:`x_i w + b = 20` the
+# nearest float32 to p is 1, and the logarithm of 1 - p is infinite. Every
+# tenth row of the stress inputs is that far out.
 
 
 def textbook(X, y, w, b, lr, l2):
@@ -312,10 +310,9 @@ page.plot("times", over="N")
 
 # %%
 # The table shows the time of a step, as the mean of a hundred in a CUDA graph.
-# So Python costs nothing. One program alone has no room for 400 rows. For 16
-# rows it is the fastest, since it waits for no other program. The library
-# takes longer for 16 rows: its programs exchange messages, and they keep the
-# loss of each step.
+# One program alone has no room for 400 rows, and waits for no other with 16.
+# The library takes longer there: its programs exchange messages, and they keep
+# the loss of each step.
 
 page.steps(eager=eager, rows=rows, alone=alone, barriers=barriers)
 
