@@ -371,8 +371,8 @@ def _large(frame: pd.DataFrame, variant: str) -> pd.DataFrame:
 
 
 def _held(op: Op, frame: pd.DataFrame, variant: str) -> float | None:
-    """Bytes at most, of an operator that works in place, or whose outputs are small next to its workspace."""
-    rows = _large(frame, variant)
+    """Bytes at most, at any size: of an operator in place, or whose outputs are small next to its workspace."""
+    rows = tables.where(frame, variant=variant, status="ok")
     if op.variants["fusebook"].in_place:
         return float(rows["peak_bytes"].max())
     return float((rows["peak_bytes"] - rows["write_bytes"]).max()) if _extra(frame, "fusebook") > 10 else None
