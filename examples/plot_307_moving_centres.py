@@ -38,7 +38,7 @@ page.verdict()
 
 def means_eager(points, labels, k):
     sums = points.new_zeros(k, 2).index_add_(0, labels.long(), points)
-    ones = points.new_ones(len(points))
+    ones = points.new_ones(len(points))  # in the box: a single 1, expanded
     counts = points.new_zeros(k).index_add_(0, labels.long(), ones)
     return sums / counts[:, None]  # NaN for a label without points
 
@@ -62,7 +62,8 @@ page.picture.owners(caption, labels_of_eight, rows=2)
 # registers, and then adds the result to memory. With two centres these are six
 # atomic additions for 1024 points, instead of three for each point. **We
 # predict** a gain of hundreds, as there are 512 times fewer. ``tl.where``
-# leaves out the points of other centres.
+# leaves out the points of other centres, and *relaxed* additions do not wait
+# for other reads and writes.
 
 
 @triton.jit
@@ -197,7 +198,7 @@ def label_and_part(
     y = tl.load(x_ptr + 2 * i + 1, mask=inside, other=0.0)  # read N
     best = tl.full([BLOCK], float("inf"), tl.float32)
     label = tl.zeros([BLOCK], tl.int32)
-    for j in tl.static_range(K):  # as on page 303
+    for j in tl.static_range(K):  # as in the assignment
         dx, dy = x - tl.load(c_ptr + 2 * j), y - tl.load(c_ptr + 2 * j + 1)
         label = tl.where(dx * dx + dy * dy < best, j, label)
         best = tl.minimum(best, dx * dx + dy * dy)
@@ -247,8 +248,8 @@ page.catches(in_their_dtype, few=few, many=many)
 # *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
 # (*cold L2*). The implementation *sorted* adds as PyTorch's gradient of an
 # embedding does: it sorts first. The one named *product* is a matmul with a k
-# x N matrix of zeros and ones. In *blobs*, clusters have about as many points
-# each. In *skewed*, nine of ten points are in one cluster.
+# x N matrix of zeros and ones. In *blobs*, all clusters have about the same
+# number of points. In *skewed*, nine of ten points are in one cluster.
 
 page.plot("roof", over="sizes and labels")
 
