@@ -47,7 +47,7 @@ def iterate_eager(points, centres):
 def kmeans_eager(points, centres):
     while True:
         old, centres = centres, iterate_eager(points, centres)
-        if (centres - old).square().sum() <= 1e-10:  # and not: == 0
+        if (centres - old).square().sum() <= 1e-10:  # == 0 might never come
             return centres
 
 
@@ -202,8 +202,8 @@ page.catches(
 # %%
 # Labels can be compared with those of another program only while both take the
 # same path. The last bit decides on a point halfway between two centres, and
-# then the paths may part. What both must agree on is the *inertia*, the sum of
-# all squared distances.
+# then the paths may part. What we compare is the *inertia*, the sum of all
+# squared distances: here both agree to five digits.
 #
 # How fast is it?
 # ---------------
@@ -242,7 +242,7 @@ page.steps(eager=kmeans_eager, **loops)
 # When to use it
 # --------------
 #
-# Use it for Lloyd's algorithm on points that are on a GPU already. Arrays are
+# Use it for this algorithm, Lloyd's, on points of a GPU. NumPy's arrays are
 # copied there, and the copies take longer than a few iterations in the plane.
 # It is not for mini-batches, sample weights or sparse data. With many
 # coordinates, compare it with a loop of torch.compile in a CUDA graph, as the
