@@ -95,6 +95,7 @@ page.check(function, x)
 # *eps* is the distance from 1 to the next number. Now we request more than a
 # call. Each result below is compared with that of eager code. With
 # ``fullgraph=True``, ``torch.compile`` raises an error where it cannot trace.
+# With ``aot_eager`` it traces, and generates no code.
 
 
 def grad_of(f):
@@ -235,8 +236,8 @@ assert set(answers(operator).values()) == {"ok"}
 #
 # In each call, ``custom_op`` checks that the result shares no memory with an
 # argument, and whether a gradient is needed. The older interface, ``Library``,
-# has no such guards. For it, functions of ``torch.library`` register a fake, a
-# gradient and a batch rule by the name ``lesson::trusted``.
+# has no such guards. A fake, a gradient and a batch rule are registered by the
+# name ``lesson::trusted``; the code below leaves them out.
 
 fragment = torch.library.Library("lesson", "FRAGMENT")
 fragment.define("trusted(Tensor x) -> Tensor")
@@ -303,8 +304,8 @@ assert all(passes(operator, t) for t in (x, x.mT, leaf))
 assert passes(forgetful, x) and not passes(forgetful, x.mT)
 
 # %%
-# Only the strided tensor shows the mistake. Test with strided tensors and with
-# tensors that need a gradient. The operator of step 2 passes on each.
+# Only the transposed matrix shows the mistake. Test with tensors that are not
+# contiguous, and with tensors that need a gradient. Step 2 passes on each.
 #
 # How fast is it?
 # ---------------
