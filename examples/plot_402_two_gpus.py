@@ -67,7 +67,7 @@ def by_nccl(points, centres):
 # ---------------------------------------------------
 #
 # N GPUs of one machine can map each other's memory. To a kernel, ``memory[r]``
-# is a pointer like any other, and a store to it goes over NVLink. This
+# is a pointer like any other; a store to it goes over NVLink, their link. This
 # *symmetric memory* has the same shape on every GPU. Here it has two places
 # for the sums of each sender, which take turns. A program owns four centres:
 # it adds their parts, sends the sums, and writes the means.
@@ -106,8 +106,8 @@ def divide(out_ptr, old_ptr, total, j, a, inside, D):
 # A rank stores its sums to all others, and then raises a flag there: the
 # number of the iteration. *Release* means that the flag arrives after all
 # stores before it. A rank that has read its flags with *acquire* also sees
-# what was stored before them. ``memory`` is [sender, turn, K, D + 1, 2]: each
-# sum has a place for its bits, and next to it one for a flag.
+# what was stored before them. ``memory`` is [sender, turn, K, D + 1, 2]: next
+# to each sum is a place for a flag. Step 1 uses that of a program's first sum.
 
 
 @triton.jit
@@ -154,9 +154,9 @@ def means_by_flag(
 
 # %%
 # All ranks add in the order of ranks, so all get the same bits. The kernel
-# counts its iterations itself, so a CUDA graph of it can be replayed. While a
-# GPU reads sums of iteration t, a fast sender at t + 1 writes to the other
-# place. It gets to t + 2 only with this GPU's sums of t + 1.
+# counts its iterations itself, so it runs in a CUDA graph too. While a GPU
+# reads sums of iteration t, a fast sender writes t + 1 to the other place. For
+# t + 2 it needs this GPU's sums of t + 1, sent after those of t were read.
 
 
 def launch(kernel, memory, turns, rank, parts, centres, wait=True):
@@ -346,10 +346,10 @@ alike = (torch.cat([given[0][:300]] * 3), *given[1:])
 page.catches(averaged, alike=alike, given=given)
 
 # %%
-# On the GPUs, each implementation runs ten iterations with three kinds of
-# shares. The centres are compared bit by bit, between ranks and with those of
-# one GPU. In a thousand more iterations, ranks take turns to start late. The
-# last two findings are of separate k-means jobs, called by one process.
+# On GPUs, shares end where a program does, or anywhere, or one rank has all.
+# Centres of ten iterations are compared bit by bit, with other ranks and one
+# GPU. In a thousand more, ranks take turns to be late. The last two findings
+# are of independent k-means jobs, which one process starts on two GPUs.
 
 page.findings()
 
@@ -395,7 +395,7 @@ page.use()
 # ~~~~~~~~
 #
 # ``received`` takes a float64 number apart and puts it together again. Numbers
-# on int64 are signed, so a shift to the right fills with the sign. Fix it.
+# in int64 are signed, so a shift to the right fills with the sign. Fix it.
 
 LOW = 0xFFFFFFFF
 
