@@ -50,7 +50,7 @@ page.verdict()
 
 
 def reduce_eager(x, residual, weight, eps=1e-6):
-    dist.all_reduce(x)  # over NVLink; write MN
+    dist.all_reduce(x)  # over NVLink, their link; write MN
     h = residual + x  # read 2MN, write MN
     y = F.rms_norm(h, weight.shape, weight, eps)  # read MN, write MN
     return y, h
@@ -127,13 +127,14 @@ page.check(add_norm, *given)
 # %%
 # .. _allreduce-twice:
 #
-# Step 2: the sum in the same kernel {gain twice at M=64, N=4096}
-# ---------------------------------------------------------------
+# Step 2: the sum in the same kernel, on 2 GPUs {gain twice at M=64, N=4096}
+# --------------------------------------------------------------------------
 #
 # Now x is *symmetric memory*, which all GPUs of a machine map. ``parts[r]`` is
 # the part of GPU r, and a load from it goes over NVLink. But it may be read
 # only when it is complete, and overwritten only when all have read it. So
-# program p meets program p of all other GPUs, before it reads and after.
+# program p meets program p of all other GPUs, before it reads and after. On
+# four GPUs this step is slower than step 1, see the table.
 
 page.picture.meeting()
 
@@ -229,12 +230,13 @@ page.check(reduce_twice, *given)
 # %%
 # .. _allreduce-once:
 #
-# Step 3: two buffers in turn {gain once at M=64, N=4096}
-# -------------------------------------------------------
+# Step 3: two buffers in turn, on 2 GPUs {gain once at M=64, N=4096}
+# ------------------------------------------------------------------
 #
 # The second meeting protects a part that others may still read. If the next
-# part is written to other memory, there is nothing to protect. At the next
-# meeting, all GPUs have finished the call before, so its buffer is free again.
+# part is written to other memory, there is nothing to protect. When all GPUs
+# meet in the next call, each has finished this call. So this buffer is free
+# for the call after.
 
 
 class Reduce:
@@ -282,8 +284,9 @@ page.check(reduce_once, *given)
 # ---------------
 #
 # *GPU time* is that of a call among many in a CUDA graph, and the slowest GPU
-# counts. Step 1 has 132 programs, as all programs of step 2 must run at once.
-# With many tokens, 132 programs have few loads in flight.
+# counts. All steps have 132 programs at most, one per multiprocessor. Those of
+# steps 2 and 3 wait for each other and must run at once. With many tokens, 132
+# are too few for step 1, so it is slower than eager.
 
 page.steps(
     eager=reduce_eager,
