@@ -167,9 +167,9 @@ page.check_graph(callback, shape, indices, updates)
 #
 # The library's operators are nodes too. On a small table its kernel takes the
 # GPU about as long as the one of step 1, so the *launchers* make the
-# difference. The library's serves all sizes and dtypes: it checks arguments,
-# and chooses a kernel. It keeps what it derived from the arguments of the last
-# calls, the subject of :doc:`plot_003_launching`.
+# difference. The library's launcher serves all sizes and dtypes: it checks
+# arguments, and chooses a kernel. It keeps what it derived from the arguments
+# of the last calls, the subject of :doc:`plot_003_launching`.
 
 masked = graph("y = fusebook.MaskedScatterNDOfShape (shape, indices, updates)")
 
@@ -257,8 +257,9 @@ page.steps(chain=chain, **steps, captured=captured)
 # %%
 # On the small table the chain's kernels are slow. In sessions of one node,
 # calls decide, as predicted. On the embedding the kernel takes most of the
-# time. Ten sessions are timed in turn here, so a run takes longer than in the
-# box at the top. The figure has tables of R rows with 2R updates:
+# time. The box at the top is of another process, in which the CPU took longer
+# for each call. So compare times within one table. The figure has tables of R
+# rows with 2R updates:
 
 page.plot("times", over="R")
 

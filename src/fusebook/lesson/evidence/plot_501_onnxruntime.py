@@ -353,7 +353,8 @@ class OnnxPage(Page):
         gpu, origin = frame.set_index("step")["gpu_us"], _numbers.origin(frame)
         caption = (
             "Microseconds of CPU time on the arrows: a whole run, then differences of runs, with their signs. "
-            "Differences below 1 us are noise. The kernel is a Softmax of 4 KiB and takes "
+            "A compiled node launches where the empty run copies, so its difference may be negative. "
+            "The kernel is a Softmax of 4 KiB and takes "
             f"{gpu['Softmax, callback']:.1f} us on the GPU; in the graph it is the scatter below. An empty run copies "
             f"its input, so the first arrow has one launch in it. Latency, below, adds the time of the GPU. "
             f"{origin[:1].upper()}{origin[1:]}."
@@ -466,8 +467,8 @@ class OnnxPage(Page):
             f"slower than the callback at {int((lost > 1 + tables.WITHIN).sum())} of {len(lost)} sizes and dtypes, "
             f"at worst {_numbers.times(float(lost.max()))}, with {updates} updates to a table of {rows_of} x {width} "
             f"in {worst[1]}.",
-            "**Memory:** the chain holds a masked copy of all updates, and one node holds none. ONNX Runtime's pool "
-            "was not measured.",
+            "**Memory:** the chain holds a masked copy of all updates, and one node holds none. What ONNX Runtime "
+            "keeps for itself was not measured.",
         ]
         install = [
             *_numbers.install(),
