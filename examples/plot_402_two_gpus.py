@@ -381,7 +381,7 @@ page.use()
 # - A kernel that has to run anyway can also send and receive.
 # - A word that carries its own flag needs no second message.
 # - Add in the order of ranks, and all ranks have the same bits.
-# - With one process for several GPUs, the CPU limits small jobs, and takes
+# - With one process for several GPUs, the CPU may be the limit, and takes
 #   longer where it switches GPUs. Start a process for each GPU, or replay
 #   graphs.
 #

@@ -555,6 +555,8 @@ def test_memory_counts_what_pytorch_allocates_at_every_size(replayed):
     assert small.verdict().text.count("allocates the output and nothing else.") == 2, "800 bytes are a block of 1024"
     memory = lesson.open("plot_203_four_bits").verdict().text.splitlines()[2]
     assert "at most 128 MiB more" in memory, "many rows take a weight of 16 bits"
+    memory = lesson.open("plot_307_moving_centres").verdict().text.splitlines()[2]
+    assert "Eager PyTorch allocates at most 153 MiB" in memory, "labels of 8 bits are converted"
 
 
 def test_the_walk_in_groups_reads_fewer_strips():
