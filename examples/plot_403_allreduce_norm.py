@@ -127,8 +127,8 @@ page.check(add_norm, *given)
 # %%
 # .. _allreduce-twice:
 #
-# Step 2: the sum in the same kernel, on 2 GPUs {gain twice at M=64, N=4096}
-# --------------------------------------------------------------------------
+# Step 2: all in one kernel, on 2 GPUs {gain twice at M=64, N=4096}
+# -----------------------------------------------------------------
 #
 # Now x is *symmetric memory*, which all GPUs of a machine map. ``parts[r]`` is
 # the part of GPU r, and a load from it goes over NVLink. But it may be read
@@ -236,7 +236,7 @@ page.check(reduce_twice, *given)
 # The second meeting protects a part that others may still read. If the next
 # part is written to other memory, there is nothing to protect. When all GPUs
 # meet in the next call, each has finished this call. So this buffer is free
-# for the call after.
+# for the one after.
 
 
 class Reduce:
