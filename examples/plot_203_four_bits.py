@@ -50,9 +50,9 @@ def matmul_float16(x, codes, scales, bits=4):
 # %%
 # With one row of x, each weight is read and used once, so time is bytes over
 # bandwidth. Such a limit is a :term:`roof`. The second roof, arithmetic, is
-# far away. The third is *instructions*. A multiprocessor has four schedulers,
-# and each issues one instruction per clock, for 32 threads. With the data
-# sheet of an H100:
+# far away. The third is *instructions*. A :term:`multiprocessor` has four
+# schedulers, and each issues one instruction per clock, for 32 threads. With
+# the data sheet of an H100:
 
 issued = 132 * 4 * 32 * 1.98e9  # per second: multiprocessors to clock
 unit = issued / 3.35e12 / 8  # for each bit that the memory delivers
@@ -68,10 +68,10 @@ page.picture.bars("Instructions per weight that arrives", budget, texts)
 # Step 1: shift and mask {gain shift at M=1, N=28672}
 # ---------------------------------------------------
 #
-# A word of 32 bits holds eight codes of one group. Code j of word w of a group
-# belongs to its column 16j + w. So code j of 16 neighbouring words needs 16
-# neighbouring columns of x. K is a multiple of 128 on this page, and N of 16;
-# the library takes any.
+# A word of 32 bits holds eight codes of one group. Word 0 holds columns 0, 16,
+# 32 to 112, word 1 holds columns 1, 17, 33 and so on. So code j of 16
+# neighbouring words needs 16 neighbouring columns of x. K is a multiple of 128
+# on this page, and N of 16; the library takes any.
 
 
 @functools.lru_cache(maxsize=4)  # a weight is packed once
@@ -145,15 +145,17 @@ page.check(matmul_shift, *given)
 # Step 2: two codes at a time {gain pairs at M=1, N=28672}
 # --------------------------------------------------------
 #
-# The bits ``0x6400`` are the float16 number 1024, where one step of the last
-# bit is 1. So ``0x6400 | code`` is 1024 + code, converted by one logical
-# operation. Subtracting 1032 is exact and leaves code - 8. A register holds
-# two float16, and one instruction treats both.
+# The bits ``0x6400`` are the float16 number 1024. From there to 2048, float16
+# numbers are 1 apart, so the last bits count in ones. ``0x6400 | code`` is
+# 1024 + code: one logical operation converts. Subtracting 1032 is exact and
+# leaves code - 8. A register of 32 bits holds two float16, and one instruction
+# treats both.
 #
 # Triton has no such operations, so ``inline_asm_elementwise`` inserts PTX, the
-# GPU's assembly language, for two neighbouring words at once: ``$8`` and
-# ``$9``. ``$0`` to ``$7`` are eight pairs of results. ``lop3`` with ``0xea``
-# is (a & b) | c, and ``prmt`` picks bytes.
+# GPU's assembly language. You can skip it: it does these two steps for the 16
+# codes of two neighbouring words, ``$8`` and ``$9``. ``$0`` to ``$7`` are
+# eight pairs of results. ``lop3`` with ``0xea`` is (a & b) | c, and ``prmt``
+# picks bytes.
 
 
 @triton.jit
@@ -230,14 +232,16 @@ page.picture.operand(lane=5)
 
 # %%
 # So we pack the weight for the lanes. A lane loads eight words, one for each
-# of its places in the figure, and code j of a word is for instruction j. Then
-# no weight has to change its lane.
+# of its places in the figure, and code j of a word is for instruction j. Eight
+# words of eight codes are 64 weights: eight for each of eight instructions.
+# Then no weight has to change its lane.
 
 
 @triton.jit
 def operand(w):
     """Numbers as loaded, [8, 128], as 16 x 16 weights for each of 4 warps."""
-    w = tl.reshape(w, [2, 4, 8, 4, 2, 2])  # column half, warp, row, pair, ...
+    # Column half, warp, row, pair, row half, one of the pair.
+    w = tl.reshape(w, [2, 4, 8, 4, 2, 2])
     return tl.reshape(tl.permute(w, [1, 4, 2, 0, 3, 5]), [4, 16, 16])
 
 
@@ -259,7 +263,8 @@ def eight_rows(y_ptr, x_ptr, q_ptr, s_ptr, M, N, K, PLAIN: tl.constexpr):
             m, k = first + i // 32, (b + warp) * 128 + q * 32 + i % 32
             inside = (m < M) & (k < K)
             x = tl.load(x_ptr + m * K + k, mask=inside, other=0.0)
-            x = tl.reshape(x, [4, 8, 4, 2, 2, 2])  # warp, row, pair, which, ..
+            # Warp, row, pair, even or odd, column half, one of the pair.
+            x = tl.reshape(x, [4, 8, 4, 2, 2, 2])
             x = tl.permute(x, [0, 4, 2, 5, 1, 3])
             even, odd = tl.split(tl.reshape(x, [4, 16, 8, 2]))
             part = tl.dot(operand(w[2 * q]), even, part)
@@ -274,7 +279,10 @@ def eight_rows(y_ptr, x_ptr, q_ptr, s_ptr, M, N, K, PLAIN: tl.constexpr):
 
 def matmul_tensor(x, codes, scales, bits=4):
     (M, K), N = x.shape, len(codes)
-    blocks = N // 16, 2, 8, K // 128, 4, 4, 2, 2, 2  # of 16 rows, 128 columns
+    # 0 to 2: tile, row half, row. 3 to 5: block, quarter q of it, pair.
+    # 6 to 8: even or odd instruction, column half, one of the pair.
+    blocks = N // 16, 2, 8, K // 128, 4, 4, 2, 2, 2
+    # Last come the axes of the codes of a word: q, and even or odd.
     words = pack(codes, blocks, (0, 3, 7, 2, 5, 1, 8, 4, 6))
     y, grid = x.new_empty(M, N), (N // 16, triton.cdiv(M, 8))
     how = {"PLAIN": not x.is_cuda, "num_stages": 1}  # words stay in registers
@@ -285,12 +293,13 @@ def matmul_tensor(x, codes, scales, bits=4):
 page.check(matmul_tensor, *given)
 
 # %%
-# The reshapes give axes to the bits of a lane's number: every element stays in
-# its lane. A sum may take its columns in any order: here a lane's eight
-# columns of x are neighbours. Without ``num_stages=1`` Triton copies words to
-# shared memory first. The library's kernel asks for the next blocks before it
-# works on these, and reads a weight once for 16 rows. Its codes are packed in
-# pairs, so it needs no ``prmt``:
+# Each axis of a reshape is some bits of a lane's number, or of a place in it.
+# So a permutation renames places, and moves nothing between lanes. A sum may
+# take its columns in any order: here a lane's eight columns of x are
+# neighbours. Without ``num_stages=1`` Triton copies words to shared memory
+# first. The library's kernel asks for the next blocks before it works on
+# these, and reads a weight once for 16 rows. Its codes are packed in pairs, so
+# it needs no ``prmt``:
 
 page.source("quantized_matmul", fold=True)
 
@@ -305,7 +314,8 @@ weight = torch.randn(512, 1280, generator=torch.Generator().manual_seed(0))
 page.rounding(given[0], weight, bits=(8, 4), groups=(32, 128, 0))
 
 # %%
-# GPTQ and AWQ choose codes for a smaller error. Test a model on its own task.
+# The methods GPTQ and AWQ choose codes for a smaller error. Test a model on
+# its own task.
 
 # %%
 # How fast is it?
@@ -313,15 +323,16 @@ page.rounding(given[0], weight, bits=(8, 4), groups=(32, 128, 0))
 #
 # *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
 # (*cold L2*). In the figure the weight has 8192 x 8192 codes. *torch in 16
-# bits* is cuBLAS with the same weight in float16, and *eager* converts the
-# weight in each call.
+# bits* is cuBLAS, NVIDIA's library of matmuls, with the same weight in
+# float16. *eager* converts the weight in each call.
 
 page.plot("times", over="M")
 
 # %%
 # In the table the weight has 28672 x 8192 codes, and 100 % is a copy that
-# moves as many bytes as x, codes, scales and y have. So float16, which reads
-# 3.9 times as many, cannot exceed 26 %. Lines of code are those of kernel and
+# moves as many bytes as x, codes, scales and y have. With its share of a
+# scale, a code has 4 + 16 / 128 bits. So float16, which reads 3.9 times as
+# many, cannot exceed 26 %. Lines of code are those of kernel and
 # launcher. *tinygemm* is torch's own kernel for weights of four bits, in
 # bfloat16. We have not timed Marlin, a library of such kernels in CUDA C++.
 # Its published times are in the evidence, linked below.
@@ -330,6 +341,10 @@ steps = {"shift": matmul_shift, "pairs": matmul_pairs}
 page.steps(float16=matmul_float16, **steps, tensor=matmul_tensor)
 
 # %%
+# The third roof explains step 1 alone. Steps 2 and 3 and the library are
+# within the budget, and still slower than a copy. A call has a start and an
+# end, when few loads are on their way: they weigh less the larger a weight is.
+# We do not know why step 3 is slower than step 2 with one row.
 
 page.findings()
 
@@ -349,8 +364,9 @@ y = fusebook.quantized_matmul(given[0], packed)
 
 # %%
 # **Do not use it** for prompts and training, where rows are many. Above 96
-# rows it converts the whole weight in each call, to 2NK bytes, and multiplies
-# by cuBLAS.
+# rows it converts the whole weight in each call, and multiplies by cuBLAS.
+# The converted weight takes 2NK bytes: 128 MiB at 8192 x 8192, the largest
+# size that was recorded above 96 rows.
 
 page.use()
 

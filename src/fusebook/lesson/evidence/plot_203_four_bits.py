@@ -118,12 +118,17 @@ CLAIMS = (
     Claim(
         "over-cublas",
         "With one row of x, `fusebook.quantized_matmul` is {median:.1x} faster than cuBLAS with a float16 weight, by "
-        "the median of weights from 120 MB on. A quarter of the bytes promises 3.9x.",
+        "the median of weights from 120 MB on. The bytes promise 3.9x. It reaches {middle:.0%} of copy speed with a "
+        "weight of 34.6 MB, and {largest:.0%} with 450 MB, where it is {most:.1x} faster.",
         lambda frames: tables.ratio(_large(_one(frames)), _DENSE, "fusebook"),
         ">= 3.4",
         _LARGE,
         kind="target",
         lesson=True,
+        numbers=lambda frames: {
+            "middle": _copy(tables.where(_one(frames), K=8192, N=8192)).median(),
+            "largest": _copy(tables.where(_one(frames), K=16384, N=53248)).median(),
+        },
     ),
     Claim(
         "eight-like-one",
