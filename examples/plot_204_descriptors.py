@@ -3,8 +3,8 @@ Descriptors and persistent kernels: no wait between tiles
 =========================================================
 
 The matmul of page 201 waits: for addresses, for the first loads of a tile, and
-for a launch. GPUs from NVIDIA's Hopper on can hide each of these waits. We
-remove them one by one, with a few lines each.
+for a launch. GPUs from NVIDIA's Hopper on, such as the H100, can hide each of
+these waits. We remove them one by one, with a few lines each.
 
 You will learn
 
@@ -122,11 +122,12 @@ page.check(matmul_pointers, *given)
 # computes an address and a mask. These instructions compete with those that
 # feed the :term:`tensor cores <tensor core>`.
 #
-# Hopper has a copy engine in each multiprocessor, the :term:`TMA`. A *tensor
-# descriptor* holds a tensor's address, sizes and strides, and the size of a
-# tile. One thread asks for a tile by its coordinates, and the engine brings it
-# to :term:`shared memory`. Outside the tensor it brings zeros and stores
-# nothing, so masks go.
+# Hopper has a copy engine in each :term:`multiprocessor`, the :term:`TMA`. A
+# *tensor descriptor* holds a tensor's address, sizes and strides, and the size
+# of a tile. One thread asks for a tile by its coordinates, and the engine
+# brings it to :term:`shared memory`, the fast memory of a multiprocessor.
+# Outside the tensor it brings zeros and stores nothing, so no masks are
+# needed.
 
 
 @triton.jit
@@ -211,7 +212,7 @@ spans["step 3: stores"] = [(5, 7, "0"), (10, 12, "132")]
 page.picture.lanes("What one of 132 multiprocessors does", spans)
 
 # %%
-# The lines that differ from step 2 have a comment.
+# Comments mark what is new.
 
 
 @triton.jit
@@ -223,7 +224,7 @@ def persistent(
     count = rows * columns  # tiles of one weight
     for i in tl.static_range(2):
         w_tiles, y_tiles = (w0_tiles, w1_tiles)[i], (y0_tiles, y1_tiles)[i]
-        # The second weight begins with the program whose turn it is.
+        # If the first weight ends at program 3, the second begins at 4.
         first = tl.program_id(0) + i * (PROGRAMS - count % PROGRAMS)
         # Every PROGRAMS-th tile.
         for tile in tl.range(first % PROGRAMS, count, PROGRAMS, flatten=True):
