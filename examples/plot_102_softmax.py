@@ -112,9 +112,11 @@ page.check(softmax_one_row, x)
 
 # %%
 # ``num_warps=4`` gives each program 4 warps of 32 threads. A row of 12672
-# columns is padded to 16384, so each thread holds 128 values in registers. A
-# :term:`multiprocessor` runs up to 16 programs of 4 warps at once, but has
-# registers for two of these. While both compute, nothing is loaded.
+# columns is padded to 16384, so each thread holds 128 values in registers.
+# With intermediate values it needs more than 128 of them. A
+# :term:`multiprocessor` runs up to 16 programs of 4 warps at once, but its
+# 65536 registers are enough for at most three of these. While they compute,
+# nothing is loaded.
 
 # %%
 # .. _softmax-rows:
@@ -269,8 +271,8 @@ page.check_all(softmax_one_row, softmax_rows, softmax_chunks, special=True)
 page.plot("bandwidth", over="N")
 
 # %%
-# The table has the steps, with a copy as 100 %. It has more rows than the
-# figure, and is another run than the box.
+# The table has the steps, with a copy as 100 %. Its matrices have 16384 rows
+# or more, those of the figure 4096, and it is another run than the box.
 
 steps = {"one_row": softmax_one_row, "rows": softmax_rows}
 page.steps(eager=softmax_eager, **steps, chunks=softmax_chunks)

@@ -100,9 +100,9 @@ page.check(scatter_atomic, shape, indices, updates)
 
 # %%
 # The error is relative to float64, in *eps*, the distance from 1 to the next
-# number. The kernel has two costs. It reads and writes the rows again that
-# were zeros. And the GPU chooses the order of the additions, so the last bits
-# change from run to run.
+# number. The kernel has two costs. It reads and writes rows to which zeros
+# have just been written. And the GPU chooses the order of the additions, so
+# the last bits change from run to run.
 
 # %%
 # .. _scatter-owner:
@@ -157,7 +157,8 @@ page.check(scatter_owner, shape, indices, updates)
 # by counting. An update's place is the number of those that go before it.
 # These have a smaller index, or the same index and come earlier. So each
 # update is compared with every other one: N x N comparisons. This step gains
-# where they take less time than M programs that read all indices.
+# where they take less time than M programs that read all indices. At no size
+# of the table below do they: with two more kernels, the step is slower there.
 
 sorted_updates = [-1, -1, 1, 1, 1, 3, 3, 3]
 caption = "Sorted: the owner of row 1 or row 3 reads three neighbours."
@@ -270,9 +271,10 @@ page.catches(scatter_atomic, float32=(*halves[:2], ones), float16=halves)
 # ---------------
 #
 # *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
-# (*cold L2*). The figure has squares, the sizes of the source: M rows, twice
-# as many columns, and 2M updates. *ONNX Runtime* is what the source compared
-# with: a chain as above, with its own ScatterND.
+# (*cold L2*). The figure has the shapes of the source: M rows of 2M columns,
+# and 2M updates. It goes on to sizes beyond those of the source. *ONNX
+# Runtime* is what the source compared with: a chain as above, with its own
+# ScatterND.
 
 page.plot("bandwidth", over="R")
 

@@ -142,7 +142,7 @@ page.check(norm_rows, x, weight)
 # Before most norms, a transformer adds the output of a layer to a *residual*,
 # and the next layer needs the sum, too. Two kernels move 5MN elements. One
 # kernel does not read the sum back, and moves 4MN: **we predict 1.25 times the
-# speed.** The lines of the kernel with a comment are new.
+# speed.** In the kernel, the load of ``r``, the sum and its store are new.
 
 
 def two_kernels(x, residual, weight):
@@ -187,19 +187,19 @@ summed.check(add_norm, *summed.stress(64, 781))
 # The backward pass gets ``dy``, the gradient of the loss with respect to the
 # result. Its eager code below has two kinds of sums. For ``dx`` it sums along
 # each row, as before. For ``dw`` it sums over all rows, which different
-# programs own. It moves 53MN, counted as above. One kernel reads ``x`` and
-# ``dy`` and writes ``dx``: 3MN, so **we predict** 53 / 3, or 18 times the
-# speed. It computes ``factor`` again, which costs no traffic. Each program
-# adds its row to ``dw`` with *atomic additions*, which other programs cannot
-# interrupt.
+# programs own. It moves 53MN: the comments count what is read and written. One
+# kernel reads ``x`` and ``dy`` and writes ``dx``: 3MN, so **we predict** 53 /
+# 3, or 18 times the speed. It computes ``factor`` again, which costs no
+# traffic. Each program adds its row to ``dw`` with *atomic additions*, which
+# other programs cannot interrupt.
 
 
 def eager_gradient(x, dy, weight):
-    wide, dy = x.float(), dy.float()
-    factor = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-6)
-    n, g = wide * factor, dy * weight
-    dx = (g - n * (g * n).mean(-1, keepdim=True)) * factor
-    return dx.to(x.dtype), (dy * n).sum(0).to(x.dtype)
+    wide, dy = x.float(), dy.float()  # 6MN
+    factor = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-6)  # 6MN
+    n, g = wide * factor, dy * weight  # 8MN
+    dx = (g - n * (g * n).mean(-1, keepdim=True)) * factor  # 22MN
+    return dx.to(x.dtype), (dy * n).sum(0).to(x.dtype)  # 11MN
 
 
 @triton.jit

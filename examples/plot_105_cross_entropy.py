@@ -201,7 +201,7 @@ def in_chunks(
     x_ptr += row * N
     dx_ptr += row * N
     t = tl.load(target_ptr + row)
-    x_t = tl.load(x_ptr + t).to(tl.float32)  # before others overwrite it
+    x_t = tl.load(x_ptr + t).to(tl.float32)  # first: in place, dx replaces it
     top = -3.4028234663852886e38  # the lowest float32: -inf less -inf is NaN
     total = 0.0
     for start in range(0, N, BLOCK):
@@ -263,10 +263,11 @@ page.check(in_place, x, target)
 # A launch does not promise that all programs run at the same time, so a
 # program that has waited too long computes a missing pair itself. In place
 # this needs care. Suppose that program A computes the pair of a slow program
-# B. Meanwhile B may publish its pair and begin to overwrite its part, which A
-# still reads. So a pair is published by a compare-and-swap, an atomic
-# operation that writes only where no pair is yet. B published before it
-# overwrote anything: the pair of B stays, and that of A is dropped.
+# B. B publishes its pair before it overwrites anything. A may still be
+# reading, and compute the pair from data half overwritten. So the first pair
+# to be published has to win: a compare-and-swap is an atomic operation that
+# writes only where no pair is yet. The pair of A comes too late and is
+# dropped.
 
 # %%
 # Is it correct?
@@ -331,7 +332,8 @@ page.findings()
 
 logits = x.clone().requires_grad_()
 loss = fusebook.cross_entropy(logits, target, inplace=True)
-loss.backward()  # the gradient is there; a factor on the loss costs a pass
+# It is computed already; (2 * loss).backward() would read and write it again.
+loss.backward()
 
 # %%
 # - **Memory.** A call allocates the gradient, which is as large as the logits.

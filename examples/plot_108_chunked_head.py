@@ -80,7 +80,7 @@ def over_logits(loss_ptr, x_ptr, target_ptr, N, scale, BLOCK: tl.constexpr):
     columns = tl.arange(0, BLOCK)
     x_ptr += row * N
     t = tl.load(target_ptr + row)
-    x_t = tl.load(x_ptr + t).to(tl.float32)  # before others overwrite it
+    x_t = tl.load(x_ptr + t).to(tl.float32)  # before its gradient replaces it
     top = -3.4028234663852886e38  # the lowest float32: -inf less -inf is NaN
     total = 0.0
     for start in range(0, N, BLOCK):
@@ -277,12 +277,13 @@ loss = fusebook.linear_cross_entropy(h, head, target, rows=1024)
 # - **float16.** There the gradients wait for the backward pass, which knows
 #   the scale of the loss. It computes the logits again, unless they are few:
 #   one more matmul. Times on this page are of bfloat16.
-# - **Do not use it** when something else needs the logits. When all of them
-#   fit into 1 GiB, only ``rows=`` saves memory over ``torch.compile`` of
-#   ``head_torch``.
+# - **Do not use it** when something else needs the logits. Where all logits
+#   fit into 1 GiB, the default takes one chunk and saves nothing over
+#   ``torch.compile`` of ``head_torch``. Pass ``rows=`` there.
 #
 # From 2.13 on, PyTorch has a function of this kind, too,
-# ``F.linear_cross_entropy``. It is called *torch, in chunks* below.
+# ``F.linear_cross_entropy``. In the table it is *torch, in chunks*, and has a
+# row if torch was 2.13 or later.
 
 page.use()
 

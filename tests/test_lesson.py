@@ -304,7 +304,7 @@ def test_the_library_is_checked_under_its_own_name(page):
 def test_the_interpreter_takes_67_rows_and_says_so(page):
     x = page.stress(1823, 20)
     assert len(x) == 67
-    assert "on 67 (of 1823) x 20, float32" in page.check(lambda x: torch.softmax(x, -1), x).text
+    assert "on 67 (with a GPU: 1823) x 20, float32" in page.check(lambda x: torch.softmax(x, -1), x).text
 
 
 def test_a_mistake_has_to_be_caught(page, monkeypatch):

@@ -210,7 +210,7 @@ class MemoryPage(Page):
         named = ", ".join(f"{size.replace('x', ' x ')} ({best[size]})" for size in equal)
         names = " x ".join(tables.dims(frame))
         return (
-            f"**Sizes.** At {len(equal)} of {len(peak)} sizes, another implementation takes no more memory: "
+            f"**Sizes.** At {len(equal)} of {len(peak)} sizes, another implementation takes as little memory or less: "
             f"{names} = {named}."
         )
 

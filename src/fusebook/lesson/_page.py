@@ -271,7 +271,7 @@ class Page:
         """
         shape = next((tuple(v.shape) for v in given if isinstance(v, torch.Tensor)), ())
         whole = self._whole.get(shape, 0)
-        of = f"{shape[0]} (of {whole})" if shape and whole > shape[0] else ""
+        of = f"{shape[0]} (with a GPU: {whole})" if shape and whole > shape[0] else ""
         return _checks.checked(self.op, function, given, of, self._heading() if _place.script() else "")
 
     def _heading(self) -> str:

@@ -216,7 +216,7 @@ CLAIMS = (
     Claim(
         "gain-over-eager",
         "Predicted 5.0x faster than eager, measured {median:.1f}x (median of the figure). Eager's kernels reach "
-        "{eager:.0%} of copy speed, the library's {fused:.0%}: 5.0 x {fused:.0%} / {eager:.0%} is {expected:.1f}.",
+        "{eager:.1%} of copy speed, the library's {fused:.1%}: 5.0 x {fused:.1%} / {eager:.1%} is {expected:.1f}.",
         lambda frames: tables.ratio(frames["sweep"], "eager", "fusebook"),
         ">= 5",
         _SWEEP,
@@ -229,9 +229,9 @@ CLAIMS = (
     ),
     Claim(
         "one-kernel",
-        "At N = 32000, eager moves its 10MN elements at {eager:.0%} of copy speed, step 1 its 3MN at {two:.0%} and "
-        "step 2 its 2MN at {one:.0%}. So step 1 gains 10 / 3 x {two:.0%} / {eager:.0%} = {first:.1f}x, and step 2 "
-        "gains 1.5 x {one:.0%} / {two:.0%} = {median:.2f}x.",
+        "At N = 32000, eager moves its 10MN elements at {eager:.1%} of copy speed, step 1 its 3MN at {two:.1%} and "
+        "step 2 its 2MN at {one:.1%}. So step 1 gains 10 / 3 x {two:.1%} / {eager:.1%} = {first:.1f}x, and step 2 "
+        "gains 1.5 x {one:.1%} / {two:.1%} = {median:.2f}x.",
         lambda frames: _gain(frames, "one", "two", 32000),
         "> 1.02",
         "4096 rows of 32000 classes, bfloat16; step 2 over step 1",
