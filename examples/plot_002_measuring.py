@@ -175,9 +175,9 @@ def events(call, before=lambda: None):
 # Therefore we read the buffer at the end.
 #
 # The flush has a second use: Python queues the call while the flush runs. So
-# the GPU does not wait for Python between the two events. A copy from memory
-# takes longer than one from the cache, but a small one takes less time than
-# its launch. So its reading gets shorter.
+# the GPU does not wait for Python between the two events. So the reading of a
+# small copy loses the launch, and gains the time to memory. The launch was
+# longer, so the reading gets shorter.
 
 
 def flushed(call):
@@ -199,7 +199,8 @@ page.picture.lanes(caption, spans, [("CPU", 2, "GPU", 2)])
 # %%
 # This is the clock of most numbers in this book, *GPU time with a cold L2
 # cache*. ``fusebook.measure.timing`` takes it with more care: it calls several
-# functions in turn, and flushes until Python has queued the call.
+# functions in turn, and repeats the flush for as long as Python needs to queue
+# the call.
 #
 # How fast is it?
 # ---------------
@@ -217,8 +218,8 @@ page.findings()
 # More mistakes are on the evidence page, each with its measurement. Zeros are
 # multiplied faster than random elements, as they need less power. On the CPU,
 # the first write to new memory takes longer. A datasheet has the bandwidth of
-# a bus, not of a copy. So the :term:`roofline` of this book, the least time
-# for given bytes, is that of a measured copy.
+# a bus, not of a copy. So the :term:`roofline` of this book is the bandwidth
+# of a measured copy. Bytes over this bandwidth are the least time.
 #
 # .. _measuring-use:
 #

@@ -128,13 +128,14 @@ def plan_of(SIZE, dtype, device, offset):
     x = memory[offset // memory.itemsize :]
     compiled = exponential[grid](torch.empty_like(x), x, SIZE, BLOCK=1024)
     run, kernel, index = compiled.run, compiled.function, device.index
-    known = kernel, compiled.packed_metadata, None, None, None  # no hooks
+    # What Triton's launcher also takes: shared memory and the like, no hooks.
+    known = kernel, compiled.packed_metadata, None, None, None
     # The address alone: torch.cuda.current_stream() also makes an object.
     current_stream = torch._C._cuda_getCurrentRawStream
 
     def launch(y, x):
         stream, at = current_stream(index), (y.data_ptr(), x.data_ptr())
-        run(*grid, stream, *known, *at, SIZE, 1024)
+        run(*grid, stream, *known, *at, SIZE, 1024)  # constants, too
 
     return launch
 
@@ -191,9 +192,9 @@ page.picture.bars("CPU time of the parts of a planned call", us, texts)
 
 # %%
 # Triton's launcher and the driver take most of it, and then the allocator of
-# torch. The library's plans leave out one part: Triton's launcher is a Python
-# object around a function in C, and they call that function. In return, a call
-# of the library checks its arguments. The table below has both.
+# torch. Triton's launcher is a Python object around a function in C. The
+# library's plans call this function directly. On the other hand, a call of the
+# library checks its arguments. The table below has step 2 and the library.
 #
 # Graphs: nothing to launch
 # -------------------------
@@ -259,7 +260,8 @@ for t in changed:
 # *CPU launch* is the time to queue one call of many. In the second column, the
 # call also records a gradient. *GPU, warm* is the time of the kernel, from a
 # CUDA graph: its data is in the L2 cache. CPU times differ from run to run,
-# and the box and the parts above are other runs: compare within one.
+# and even their ratios do. The box, at another size, and the parts above are
+# other runs: compare within one.
 
 page.steps(eager=eager, brackets=brackets, planned=planned)
 
@@ -272,13 +274,13 @@ page.findings()
 # When to use it
 # --------------
 #
-# Each function of the library launches by plans. While torch traces or
-# transforms a call, it goes through the dispatcher instead, which takes more
-# CPU time (:doc:`plot_401_operator`). Write your own plan if a profile shows
-# that the GPU waits, and if sizes change too often for a graph. Some functions
-# look at their input first, for indices out of range and the like. That is
-# ``check=True``. It makes the CPU wait for the GPU, so pass ``check=False`` in
-# a loop whose input is known to be good.
+# Each function of the library launches by plans. Under ``torch.compile``,
+# ``vmap`` and the like, a call takes torch's general path for operators, the
+# dispatcher, which needs more CPU time (:doc:`plot_401_operator`). Write your
+# own plan if a profile shows that the GPU waits, and if sizes change too often
+# for a graph. Some functions look at their input first, for indices out of
+# range and the like. That is ``check=True``. It makes the CPU wait for the
+# GPU, so pass ``check=False`` in a loop whose input is known to be good.
 
 y = fusebook.exp(x)
 page.use()

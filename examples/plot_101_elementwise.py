@@ -92,13 +92,14 @@ x, y = product.stress(33, 781)
 product.check(grid, x, y)
 
 # %%
-# ``multiply_grid[(n,)](...)`` launches n programs, enough for all elements. A
-# ``tl.constexpr`` is a constant of the compiled kernel. Each of 128 threads
-# owns 4 of the 512 elements of a block. They are adjacent, so it loads these
-# 16 bytes by one instruction. In CUDA C you write that by hand. With one
-# element per thread, a load fetches 4 bytes, so a thread waits for fewer bytes
-# at a time. One operation alone has nothing to fuse, so this step gains
-# nothing.
+# The unit *eps* of an error is the distance from 1 to the next number of the
+# dtype. ``multiply_grid[(n,)](...)`` launches n programs, enough for all
+# elements. A ``tl.constexpr`` is a constant of the compiled kernel. Each of
+# 128 threads owns 4 of the 512 elements of a block. They are adjacent, so it
+# loads these 16 bytes by one instruction. In CUDA C you write that by hand.
+# With one element per thread, a load asks for 4 bytes. So fewer bytes are on
+# their way at a time, and memory is not kept busy. One operation alone has
+# nothing to fuse, so this step gains nothing.
 
 # %%
 # .. _elementwise-strides:

@@ -52,8 +52,9 @@ page.picture.bars(caption, share, percent)
 
 # %%
 # A matmul's work grows with the cube of n, and the copy with the square. So
-# the copy's share of the time falls as n grows. These are upper bounds: a copy
-# reads small matrices faster, from the GPU's :term:`L2 cache`.
+# the copy's share of the time falls as n grows. For the traffic alone these
+# are upper bounds: a copy reads small matrices faster, from the GPU's
+# :term:`L2 cache`.
 #
 # No kernel yet: write into views
 # -------------------------------
@@ -190,9 +191,10 @@ page.picture.walk(rows=4, columns=12, running=12, group=4)
 # 132 running programs of an H100 have about two rows. Both weights are then
 # read about 32 times, since L2 cannot hold them until the next rows begin. In
 # groups of eight rows they are read 8 times, and x is read once in both
-# orders. The weights are two thirds of the data: **we predict that all data is
-# read 22 times row by row, and 6 times in groups**. At n = 4096 the data is
-# about twice as large as L2, so the order matters less.
+# orders. The weights are two thirds of the data. On average, **we predict**
+# 2/3 x 32 + 1/3 = **22 reads row by row**, and 2/3 x 8 + 1/3 = **6 in
+# groups**. At n = 4096 the data is about twice as large as L2, so the order
+# matters less.
 
 
 @triton.jit
@@ -269,8 +271,8 @@ page.catches(whole_steps, even=page.stress(70, 128, 72), odd=given)
 page.plot("packed", over="N")
 
 # %%
-# The prediction left out launches: *two + cat* launches three kernels, *views*
-# two, and *packed* one. A small matmul takes less time than its launch.
+# The prediction left out what the GPU needs between two kernels: *two + cat*
+# has three kernels, *views* two, and *packed* one.
 #
 # The table has the rate of the steps in TFLOP/s, or 10 to the 12 operations
 # per second. *Warm* is a call among many in a row. At n = 4096 these draw all
@@ -309,7 +311,7 @@ y = fusebook.concat_gemm(x, [w0, w1])
 # - **Training.** The backward pass is torch's matmuls.
 # - **Do not use it** for packed weights, or for one weight. In the table,
 #   *torch* includes packed weights, and also a concat of the weights in each
-#   call. For one row, these are thousands of times as large as the output.
+#   call: for one row, thousands of outputs, as the column of memory shows.
 
 page.use()
 

@@ -158,17 +158,17 @@ page.check(swiglu_large, *given)
 # Step 3: one sum of twice the width {gain stacked at M=4096, N=11008}
 # --------------------------------------------------------------------
 #
-# Hopper's :term:`tensor cores <tensor core>` read both operands from
-# :term:`shared memory`. Two matmuls of 128 columns read the tile of x twice
-# from there. One matmul of 256 columns reads it once. So both tiles of weights
-# should arrive as one tile.
+# The :term:`tensor cores <tensor core>` of an H100, a Hopper, read both
+# operands from :term:`shared memory`, the fast memory of a multiprocessor. Two
+# matmuls of 128 columns read the tile of x twice from there. One matmul of 256
+# columns reads it once. So both tiles of weights should arrive as one tile.
 #
 # They do if both weights are one tensor of shape [2, N, K]. *Any two tensors
-# of one shape can be seen so:* the stride of the new axis is the distance
-# between their addresses. A *tensor descriptor* takes any strides, and
-# Hopper's copy engine, the :term:`TMA`, loads the tiles that it describes. One
-# request then loads a tile [2, BN, BK] from two places in memory. The lines
-# with a comment differ from step 2.
+# of one shape can be seen so:* if gate is at address 1000 and up at 5000, the
+# stride of the new axis is 4000 bytes. A *tensor descriptor* takes any
+# strides, and Hopper's copy engine, the :term:`TMA`, loads the tiles that it
+# describes. One request then loads a tile [2, BN, BK] from two places in
+# memory. Comments mark what is new.
 
 
 @triton.jit
@@ -232,7 +232,7 @@ page.source("swiglu", fold=True)
 # 132 multiprocessors of an H100. All but one row of these tiles are padding.
 # There are 688 tiles of 16 x 16, about five for each multiprocessor. A
 # multiprocessor runs three programs at once: while one computes or stores,
-# others load. Each turn takes 256 elements along K, and four *stages* let
+# others load. Each turn takes 256 elements along K, and with ``num_stages=4``
 # loads start three turns early.
 
 
@@ -278,9 +278,10 @@ page.catches(overflowing, given=given, x_times_100=(100 * x, gate, up))
 page.plot("fusebook", over="M")
 
 # %%
-# The prediction left out launches, of which eager has four. With few tokens
-# they are most of the gain. In the table 100 % is the *roofline*: the rate of
-# torch's matmuls for many tokens, and that of reading memory for few.
+# The prediction left out what the GPU needs between two kernels, and eager has
+# four kernels. With few tokens this is most of the gain. In the table 100 % is
+# the *roofline*: the rate of torch's matmuls for many tokens, and that of
+# reading memory for few.
 
 steps = {"small": swiglu_small, "large": swiglu_large}
 steps |= {"stacked": swiglu_stacked, "few": swiglu_few}

@@ -379,8 +379,8 @@ CLAIMS = (
     ),
     Claim(
         "warm-cache",
-        "Without launches, in a CUDA graph, a copy of the same memory again and again seems to run at {median:.2f} "
-        "times the bandwidth of memory.",
+        "In a CUDA graph, which launches many recorded calls at once, a copy of the same memory seems to run at "
+        "{median:.2f} times the bandwidth of memory.",
         _looped,
         "> 1.05",
         "copies that move 2 to 2147 MB; the best one",
