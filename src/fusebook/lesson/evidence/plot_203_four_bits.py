@@ -127,7 +127,7 @@ CLAIMS = (
         lesson=True,
         numbers=lambda frames: {
             "middle": _copy(tables.where(_one(frames), K=8192, N=8192)).median(),
-            "largest": _copy(tables.where(_one(frames), K=16384, N=53248)).median(),
+            "largest": _copy(tables.where(_one(frames), K=53248, N=16384)).median(),
         },
     ),
     Claim(
