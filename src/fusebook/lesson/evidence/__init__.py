@@ -289,8 +289,8 @@ class Outcome:
 
     @property
     def shown(self) -> str:
-        """What a lesson shows of it: nothing but the sentence where it holds."""
-        return self.detail if self.holds is False else ""
+        """What a lesson shows of it: nothing but the sentence where it holds, or where it is of others."""
+        return self.detail if self.holds is False and self.claim.kind != "statement" else ""
 
     @property
     def detail(self) -> str:
