@@ -97,8 +97,8 @@ product.check(grid, x, y)
 # elements. A ``tl.constexpr`` is a constant of the compiled kernel. Each of
 # 128 threads owns 4 of the 512 elements of a block. They are adjacent, so it
 # loads these 16 bytes by one instruction. In CUDA C you write that by hand.
-# With one element per thread, a load asks for 4 bytes. So fewer bytes are on
-# their way at a time, and memory is not kept busy. One operation alone has
+# With one element per thread, a load asks for 4 bytes. So fewer bytes are in
+# flight at a time, and memory is not kept busy. One operation alone has
 # nothing to fuse, so this step gains nothing.
 
 # %%

@@ -311,7 +311,7 @@ y = fusebook.concat_gemm(x, [w0, w1])
 # - **Training.** The backward pass is torch's matmuls.
 # - **Do not use it** for packed weights, or for one weight. In the table,
 #   *torch* includes packed weights, and also a concat of the weights in each
-#   call: for one row, thousands of outputs, as the column of memory shows.
+#   call. For one row these are thousands of outputs: see the peak memory.
 
 page.use()
 

@@ -163,8 +163,8 @@ page.check(swiglu_large, *given)
 # matmuls of 128 columns read the tile of x twice from there. One matmul of 256
 # columns reads it once. So both tiles of weights should arrive as one tile.
 #
-# They do if both weights are one tensor of shape [2, N, K]. *Any two tensors
-# of one shape can be seen so:* if gate is at address 1000 and up at 5000, the
+# They do if both weights are one tensor of shape [2, N, K]. Any two tensors of
+# one shape can be seen so. If gate is at address 1000 and up at 5000, the
 # stride of the new axis is 4000 bytes. A *tensor descriptor* takes any
 # strides, and Hopper's copy engine, the :term:`TMA`, loads the tiles that it
 # describes. One request then loads a tile [2, BN, BK] from two places in
