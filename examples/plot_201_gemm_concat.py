@@ -189,12 +189,11 @@ page.picture.walk(rows=4, columns=12, running=12, group=4)
 # %%
 # At n = 8192 the output has 64 rows and 64 columns of tiles. Row by row, the
 # 132 running programs of an H100 have about two rows. Both weights are then
-# read about 32 times, since L2 cannot hold them until the next rows begin. In
-# groups of eight rows they are read 8 times, and x is read once in both
-# orders. The weights are two thirds of the data. On average, **we predict**
-# 2/3 x 32 + 1/3 = **22 reads row by row**, and 2/3 x 8 + 1/3 = **6 in
-# groups**. At n = 4096 the data is about twice as large as L2, so the order
-# matters less.
+# read about 32 times, since L2 cannot hold them so long. In groups of eight
+# rows they are read 8 times, and x is read once in both orders. The weights
+# are two thirds of the data. On average, **we predict** 2/3 x 32 + 1/3 = **22
+# reads row by row**, and 2/3 x 8 + 1/3 = **6 in groups**. At n = 4096 the data
+# is about twice as large as L2, so the order matters less.
 
 
 @triton.jit
@@ -311,7 +310,7 @@ y = fusebook.concat_gemm(x, [w0, w1])
 # - **Training.** The backward pass is torch's matmuls.
 # - **Do not use it** for packed weights, or for one weight. In the table,
 #   *torch* includes packed weights, and also a concat of the weights in each
-#   call. For one row these are thousands of outputs: see the peak memory.
+#   call, for one row thousands of outputs.
 
 page.use()
 

@@ -51,8 +51,9 @@ def matmul_float16(x, codes, scales, bits=4):
 # With one row of x, each weight is read and used once, so time is bytes over
 # bandwidth. Such a limit is a :term:`roof`. The second roof, arithmetic, is
 # far away. The third is *instructions*. A :term:`multiprocessor` has four
-# schedulers, and each issues one instruction per clock, for 32 threads. With
-# the data sheet of an H100:
+# schedulers, and each issues one instruction per clock, for 32 threads. A
+# kernel that needs more, loads included, lets memory wait. By the data sheet
+# of an H100:
 
 issued = 132 * 4 * 32 * 1.98e9  # per second: multiprocessors to clock
 unit = issued / 3.35e12 / 8  # for each bit that the memory delivers
@@ -61,8 +62,6 @@ texts = {name: f"{count:.1f}" for name, count in budget.items()}
 page.picture.bars("Instructions per weight that arrives", budget, texts)
 
 # %%
-# Loads and addresses are included. A kernel that needs more lets memory wait.
-#
 # .. _four-bits-shift:
 #
 # Step 1: shift and mask {gain shift at M=1, N=28672}
@@ -145,10 +144,9 @@ page.check(matmul_shift, *given)
 # Step 2: two codes at a time {gain pairs at M=1, N=28672}
 # --------------------------------------------------------
 #
-# The bits ``0x6400`` are the float16 number 1024. From there to 2048, float16
-# numbers are 1 apart, so the last bits count in ones. ``0x6400 | code`` is
-# 1024 + code: one logical operation converts. Subtracting 1032 is exact and
-# leaves code - 8. A register of 32 bits holds two float16, and one instruction
+# The bits ``0x6400`` are the float16 number 1024. From there on, float16
+# numbers are 1 apart, so ``0x6400 | code`` is 1024 + code. Subtracting 1032 is
+# exact and leaves code - 8. A register holds two float16, and one instruction
 # treats both.
 #
 # Triton has no such operations, so ``inline_asm_elementwise`` inserts PTX, the
@@ -232,16 +230,14 @@ page.picture.operand(lane=5)
 
 # %%
 # So we pack the weight for the lanes. A lane loads eight words, one for each
-# of its places in the figure, and code j of a word is for instruction j. Eight
-# words of eight codes are 64 weights: eight for each of eight instructions.
-# Then no weight has to change its lane.
+# of its places in the figure, and code j of a word is for instruction j. These
+# are 8 x 8 weights, and none has to change its lane.
 
 
 @triton.jit
 def operand(w):
     """Numbers as loaded, [8, 128], as 16 x 16 weights for each of 4 warps."""
-    # Column half, warp, row, pair, row half, one of the pair.
-    w = tl.reshape(w, [2, 4, 8, 4, 2, 2])
+    w = tl.reshape(w, [2, 4, 8, 4, 2, 2])  # half, warp, row, pair, half, one
     return tl.reshape(tl.permute(w, [1, 4, 2, 0, 3, 5]), [4, 16, 16])
 
 
@@ -279,10 +275,8 @@ def eight_rows(y_ptr, x_ptr, q_ptr, s_ptr, M, N, K, PLAIN: tl.constexpr):
 
 def matmul_tensor(x, codes, scales, bits=4):
     (M, K), N = x.shape, len(codes)
-    # 0 to 2: tile, row half, row. 3 to 5: block, quarter q of it, pair.
-    # 6 to 8: even or odd instruction, column half, one of the pair.
+    # Tile, row half, row, block, q, pair, even or odd, column half, one.
     blocks = N // 16, 2, 8, K // 128, 4, 4, 2, 2, 2
-    # Last come the axes of the codes of a word: q, and even or odd.
     words = pack(codes, blocks, (0, 3, 7, 2, 5, 1, 8, 4, 6))
     y, grid = x.new_empty(M, N), (N // 16, triton.cdiv(M, 8))
     how = {"PLAIN": not x.is_cuda, "num_stages": 1}  # words stay in registers
@@ -296,8 +290,7 @@ page.check(matmul_tensor, *given)
 # Each axis of a reshape is some bits of a lane's number, or of a place in it.
 # So a permutation renames places, and moves nothing between lanes. A sum may
 # take its columns in any order: here a lane's eight columns of x are
-# neighbours. Without ``num_stages=1`` Triton copies words to shared memory
-# first. The library's kernel asks for the next blocks before it works on
+# neighbours. The library's kernel asks for the next blocks before it works on
 # these, and reads a weight once for 16 rows. Its codes are packed in pairs, so
 # it needs no ``prmt``:
 
@@ -307,15 +300,12 @@ page.source("quantized_matmul", fold=True)
 # What do four bits cost?
 # -----------------------
 #
-# The errors above are those of kernels, which compute what the codes say. The
-# rounding of a weight to codes costs far more. Group 0 is a whole row:
+# Rounding a weight to codes costs far more than the errors of kernels above.
+# Group 0 is a whole row. The methods GPTQ and AWQ choose codes for a smaller
+# error.
 
 weight = torch.randn(512, 1280, generator=torch.Generator().manual_seed(0))
 page.rounding(given[0], weight, bits=(8, 4), groups=(32, 128, 0))
-
-# %%
-# The methods GPTQ and AWQ choose codes for a smaller error. Test a model on
-# its own task.
 
 # %%
 # How fast is it?
@@ -323,19 +313,18 @@ page.rounding(given[0], weight, bits=(8, 4), groups=(32, 128, 0))
 #
 # *GPU time* is the time of one call on the GPU, after the L2 cache was flushed
 # (*cold L2*). In the figure the weight has 8192 x 8192 codes. *torch in 16
-# bits* is cuBLAS, NVIDIA's library of matmuls, with the same weight in
-# float16. *eager* converts the weight in each call.
+# bits* is cuBLAS, NVIDIA's matmuls, with the same weight in float16. *eager*
+# converts the weight in each call.
 
 page.plot("times", over="M")
 
 # %%
 # In the table the weight has 28672 x 8192 codes, and 100 % is a copy that
-# moves as many bytes as x, codes, scales and y have. With its share of a
-# scale, a code has 4 + 16 / 128 bits. So float16, which reads 3.9 times as
-# many, cannot exceed 26 %. Lines of code are those of kernel and
-# launcher. *tinygemm* is torch's own kernel for weights of four bits, in
-# bfloat16. We have not timed Marlin, a library of such kernels in CUDA C++.
-# Its published times are in the evidence, linked below.
+# moves as many bytes as x, codes, scales and y have. A code has 4 + 16 / 128
+# bits, scale included. So float16, which reads 3.9 times as many, cannot
+# exceed 26 %. Lines of code are those of kernel and launcher. *tinygemm* is
+# torch's own kernel for weights of four bits, in bfloat16. Published times of
+# Marlin, in CUDA C++, are in the evidence below.
 
 steps = {"shift": matmul_shift, "pairs": matmul_pairs}
 page.steps(float16=matmul_float16, **steps, tensor=matmul_tensor)
@@ -365,9 +354,8 @@ y = fusebook.quantized_matmul(given[0], packed)
 
 # %%
 # **Do not use it** for prompts and training, where rows are many. Above 96
-# rows it converts the whole weight in each call, and multiplies by cuBLAS.
-# The converted weight takes 2NK bytes: 128 MiB at 8192 x 8192, the largest
-# size that was recorded above 96 rows.
+# rows it converts the whole weight in each call, to 2NK bytes, and multiplies
+# by cuBLAS. At 8192 x 8192 these are the 128 MiB of the box.
 
 page.use()
 
@@ -377,7 +365,6 @@ page.use()
 #
 # - Divide instructions per second by weights per second: that is the budget.
 # - Put integers into the mantissa of a float, and subtract what was there.
-# - Apply a scale to a sum, and not to each of its terms.
 # - Store a weight in the order of the registers that will hold it.
 #
 # Exercises

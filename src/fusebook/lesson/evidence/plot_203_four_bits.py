@@ -118,8 +118,8 @@ CLAIMS = (
     Claim(
         "over-cublas",
         "With one row of x, `fusebook.quantized_matmul` is {median:.1x} faster than cuBLAS with a float16 weight, by "
-        "the median of weights from 120 MB on. The bytes promise 3.9x. It reaches {middle:.0%} of copy speed with a "
-        "weight of 34.6 MB, and {largest:.0%} with 450 MB, where it is {most:.1x} faster.",
+        "the median of weights from 120 MB on. The bytes promise 3.9x. It reaches {middle:.0%} of copy speed at 34.6 "
+        "MB, and {largest:.0%} at 450 MB, where it is {most:.1x} faster.",
         lambda frames: tables.ratio(_large(_one(frames)), _DENSE, "fusebook"),
         ">= 3.4",
         _LARGE,
