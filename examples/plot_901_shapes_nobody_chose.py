@@ -3,7 +3,7 @@ Random problems: what to expect at your size
 ============================================
 
 A benchmark shows sizes that its author chose, and a kernel is fast where it
-was tuned. Here a rule that knows nothing of our kernels draws the problems.
+was tuned. Here a rule that knows nothing of the kernels draws the problems.
 No kernel was tuned with this seed.
 
 Prerequisites: :doc:`plot_900_all_results`.

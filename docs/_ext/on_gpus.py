@@ -421,8 +421,8 @@ class Flips(_Generated):
         says = f"Recorded on more than one GPU: {', '.join(f'``{op}``' for op in sorted(common)) or 'nothing yet'}."
         unnamed = {column(slug) for slug, ops in frames().items() for rows in ops.values() if rows["code"].eq("").any()}
         if unnamed:
-            says += f" Older records, of {' and '.join(sorted(unnamed))}, do not name their code. "
-            says += "There, a change of it, or of the call path before a launch, can be a cause, too."
+            says += f" Older records of {' and '.join(sorted(unnamed))} do not name the code that they measured. For "
+            says += "these records, a change of the kernel or of the call path can be a cause too."
         return [
             *self.parse_text_to_nodes(says),
             self.shown(differing(frames()), "Operators whose verdict differs between two GPUs"),

@@ -75,7 +75,7 @@ class Book:
             f"results {wrong or 'none'} {'is' if wrong < 2 else 'are'} incorrect."
         )
         if stale := int(every["stale"].ne("").sum()):
-            text += f" The code of {stale:,} has changed since."
+            text += f" The code behind {stale:,} results has changed since; new times may differ."
         caption = "Bold: no implementation of the same arithmetic is more than 2 % faster"
         return _box([text], _show.sortable(table, caption, pd.concat(best, ignore_index=True)))
 
@@ -140,9 +140,9 @@ class Book:
         lines = [
             f"**{many} problems** of {len(self._drawn)} operators were drawn at random, {origin}. Fusebook is "
             f"{f'incorrect at some of {_joined(wrong)}' if wrong else 'correct at all of them'}.",
-            f"**Median.** Its GPU time is {over.median():.2f} of that of the best of torch and torch.compile.",
-            f"**Losses.** It takes more than 1.02 times as long in {slower:.0f} % of {len(over)} comparisons, and at "
-            f"worst {over.max():.1f} times.",
+            f"**Median.** The best of torch and torch.compile takes {1 / over.median():.2f}x the GPU time of Fusebook.",
+            f"**Losses.** Fusebook is more than 2 % slower in {slower:.0f} % of {len(over)} comparisons. At worst it "
+            f"takes {over.max():.1f}x the time of the best.",
             f"**Targets.** {met} of {asked} operators meet theirs. These do not: {missed}.",
             self._of_users(),
         ]
@@ -195,7 +195,7 @@ class Book:
         frame = pd.DataFrame.from_dict(rows, orient="index").rename_axis("advice of 2012 to 2014")
         held = int(frame["holds"].eq("yes").sum())
         origin = _numbers.origin(frames["answers"])
-        return _show.table(frame, f"Of {len(frame)} pieces of advice {held} hold; {origin}", fold=False)
+        return _show.table(frame, f"{held} of {len(frame)} pieces of advice hold; {origin}", fold=False)
 
     def statements(self, lesson: str) -> Shown:
         """Published statements behind a lesson, and whether they hold here.
@@ -213,7 +213,7 @@ class Book:
         judged = [o for o in found if o.holds is not None]
         held = sum(o.holds is True for o in judged)
         address = html.escape(_numbers.site(f"evidence/{lesson}"))
-        shown = _show.table(frame.set_index("statement"), f"Of {len(judged)} statements {held} hold", fold=False)
+        shown = _show.table(frame.set_index("statement"), f"{held} of {len(judged)} statements hold", fold=False)
         link = f'<p><a href="{address}">The condition and the rows of each</a>.</p>' if address else ""
         return Shown(shown._repr_html_() + link, repr(shown))
 

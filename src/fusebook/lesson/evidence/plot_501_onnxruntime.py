@@ -703,16 +703,19 @@ CLAIMS = (
     *(
         Claim(
             f"source-{id}",
-            'The source of 2024: "The fused operator with mask seems more efficient in any case compare to the fused '
-            f'operator without mask". With {how} it is {{least:.2f}}x to {{most:.2f}}x faster.',
+            f"{said} With {how} it is {{least:.2f}}x to {{most:.2f}}x faster.",
             functools.partial(_gain, slow=f"fusebook OfShape, {name}", fast=f"fusebook Masked, {name}", kind="call"),
             "> 1",
             _ALL + ", latency",
             kind="statement",
         )
-        for id, how, name in (
-            ("callback", "the callback", "callback"),
-            ("built", "the compiled library", "ahead of time"),
+        for id, how, name, said in (
+            (
+                *("callback", "the callback", "callback"),
+                'The source of 2024: "The fused operator with mask seems more efficient in any case compare to the '
+                'fused operator without mask".',
+            ),
+            ("built", "the compiled library", "ahead of time", "The same statement."),
         )
     ),
     # Targets
