@@ -1,6 +1,6 @@
 """Sphinx and gallery settings: ``sphinx-build -c . docs build/html``. The handlers live in docs/_ext.
 
-FUSEBOOK_URL is the address where the site will stand, FUSEBOOK_REPOSITORY that of its source, or repository-code in
+FUSEBOOK_URL is the address where the site will be, FUSEBOOK_REPOSITORY that of its source, or repository-code in
 CITATION.cff. What needs them is off where nothing says them.
 """
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent
 if not os.access(ROOT, os.W_OK):
     raise PermissionError(f"{ROOT} cannot be written to, and a build writes into its folders build and docs")
 sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "src")]
-# Where the pages put what they offer; fusebook_site copies it beside them. Not in auto_examples, where sphinx-gallery
+# Where the pages put what they offer; fusebook_site copies it next to them. Not in auto_examples, where sphinx-gallery
 # would take a script for a page.
 os.environ["_FUSEBOOK_DOWNLOADS"] = str(ROOT / "docs" / "auto_downloads")
 if os.environ.get("FUSEBOOK_RECORDS"):  # pages run in a folder of their own
@@ -72,7 +72,7 @@ LINKED = ("torch.Tensor", "torch.dtype", "pandas.DataFrame", "pandas.Series", "m
 OURS = {
     name: f"measure.{home}" for name, home in {"Op": "op", "Variant": "op", "Cost": "op", "Machine": "machine"}.items()
 }
-# Its own words, as "sequence", lead to pages of Python that nobody needs.
+# Its own words, as "sequence", lead to pages of Python that are not needed.
 numpydoc_xref_aliases = {word: word for word in numpydoc.xref.DEFAULT_LINKS}
 numpydoc_xref_aliases |= {name: f":py:class:`{name}`" for name in LINKED}
 numpydoc_xref_aliases |= {name: f":py:class:`~fusebook.{module}.{name}`" for name, module in OURS.items()}
@@ -166,7 +166,7 @@ sphinx_gallery_conf = {
     "reset_modules_order": "both",
     "parallel": processes(),
     "image_srcset": ["2x"],
-    "write_computation_times": False,  # that page loads from three CDNs; docs/times.rst is ours
+    "write_computation_times": False,  # that page loads from three CDNs; docs/times.rst replaces it
     "min_reported_time": 1,
     "remove_config_comments": True,
     "show_signature": False,

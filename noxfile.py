@@ -132,7 +132,7 @@ def docs(session):
 def workers():
     """How pytest is spread over processes: its arguments, and the environment of each.
 
-    On a GPU one process: times that are taken beside another process mean nothing. Elsewhere as many as there are
+    On a GPU one process: times with another process on the GPU mean nothing. Elsewhere as many as there are
     cores, each with one thread: the interpreter's arrays are small.
     """
     if gpus():
@@ -145,8 +145,8 @@ def workers():
 @nox.session(venv_backend="none", requires=["environment"])
 def tests(session):
     """Run the tests: interpreted where there is no GPU, compiled where there is one; with CI=1 the slow ones too."""
-    spread, told = workers()
-    run(session, "-m", "pytest", *spread, *session.posargs, **told)
+    spread, env = workers()
+    run(session, "-m", "pytest", *spread, *session.posargs, **env)
 
 
 @nox.session(venv_backend="none", requires=["environment"], default=False)
@@ -254,7 +254,7 @@ def explore(session):
     run(session, "-m", "fusebook.measure.explore", *session.posargs)
 
 
-#: What tells one Triton from another: every kernel compiled, and interpreted where a GPU is missing.
+#: What shows differences between versions of Triton: every kernel compiled, and interpreted where a GPU is missing.
 PROMISED = [
     f"tests/test_{name}.py"
     for name in "adamw cards compile elementwise gemm kmeans losses norms rope scatter_nd softmax".split()
@@ -272,7 +272,7 @@ def versions(session):
     oldest = wanted.partition(">=")[2].partition(",")[0]
     folder = ROOT / ".nox" / f"triton-{oldest}"
     if not folder.exists():
-        # A folder beside the shared environment: torch stays.
+        # A folder next to the shared environment: torch stays.
         made = folder.with_name(f"{folder.name}.part")
         tools = ["-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target", str(made)]
         run(session, *tools, f"triton=={oldest}.*")
