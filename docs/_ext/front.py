@@ -8,6 +8,7 @@ import functools
 import html
 import importlib.util
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -419,7 +420,7 @@ class Cards(_FromRecords):
                         f"      :img-alt: {page.title}",
                     ]
                 told = verdict_line(page)
-                lines += ["", f"      {page.purpose.split('. ')[0].rstrip('.').replace(':doc:', '')}.", ""]
+                lines += ["", f"      {re.split(r'(?<=[.?]) ', page.purpose)[0].replace(':doc:', '')}", ""]
                 lines += [f"      {told}", ""] if told else []
                 lines += ["      .. rst-class:: fb-minutes", "", f"      {page.minutes} minutes", ""]
         return self.parse_text_to_nodes("\n".join(lines))
