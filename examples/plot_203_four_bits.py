@@ -129,9 +129,9 @@ given = page.stress(3, 1280, 48, dtype=torch.float16)  # M, K, N
 page.check(matmul_shift, *given)
 
 # %%
-# x has large values and rows far from zero. The error is relative to float64
-# with the same codes, in *eps*, the distance from 1 to the next float16. *SASS
-# per weight* counts machine instructions of the loop, for one row of x.
+# x has large values and rows far from 0. The error is relative to float64 with
+# these codes, in *eps*, the distance from 1 to the next float16. *SASS per
+# weight* counts machine instructions of the loop, for one row of x.
 #
 # A program is one warp. It owns four rows of the weight and one row of x, or
 # four elements of the result. A thread loads four words of a row at once. A
@@ -146,8 +146,7 @@ page.check(matmul_shift, *given)
 #
 # The bits ``0x6400`` are the float16 number 1024. From there on, float16
 # numbers are 1 apart, so ``0x6400 | code`` is 1024 + code. Subtracting 1032 is
-# exact and leaves code - 8. A register holds two float16, and one instruction
-# treats both.
+# exact and leaves code - 8. One instruction treats two float16.
 #
 # Triton has no such operations, so ``inline_asm_elementwise`` inserts PTX, the
 # GPU's assembly language. You can skip it: it does these two steps for the 16
@@ -291,8 +290,7 @@ page.check(matmul_tensor, *given)
 # So a permutation renames places, and moves nothing between lanes. A sum may
 # take its columns in any order: here a lane's eight columns of x are
 # neighbours. The library's kernel asks for the next blocks before it works on
-# these, and reads a weight once for 16 rows. Its codes are packed in pairs, so
-# it needs no ``prmt``:
+# these, and reads a weight once for 16 rows:
 
 page.source("quantized_matmul", fold=True)
 
@@ -332,9 +330,8 @@ page.steps(float16=matmul_float16, **steps, tensor=matmul_tensor)
 # %%
 # The third roof explains step 1 alone. Steps 2 and 3 and the library are
 # within the budget, and still slower than a copy. A call has a start and an
-# end, when few loads are in flight. Both weigh less the larger a weight is.
-# Float16 stays below its 26 %, too. We do not know why step 3 is slower than
-# step 2 with one row.
+# end, when few loads are in flight. Both weigh less the larger a weight is. We
+# do not know why step 3 is slower than step 2 with one row.
 
 page.findings()
 
