@@ -36,8 +36,8 @@ page.verdict()
 #
 #    y_i = \frac{e^{x_i - m}}{\sum_j e^{x_j - m}}, \qquad m = \max_j x_j
 #
-# The maximum is subtracted so that no exponential overflows. In float32 that
-# of 89 does. *Eager* PyTorch runs each operation when it is called. Each line
+# The maximum is subtracted so that no exponential overflows: exp(89) does in
+# float32. *Eager* PyTorch runs each operation when it is called. Each line
 # below is one kernel, a function that runs on the GPU: it reads its inputs
 # from memory and writes its output back. The comments count elements.
 
@@ -113,10 +113,10 @@ page.check(softmax_one_row, x)
 # %%
 # ``num_warps=4`` gives each program 4 warps of 32 threads. A row of 12672
 # columns is padded to 16384, so each thread holds 128 values in registers.
-# With intermediate values it needs more than 128 of them. A
-# :term:`multiprocessor` runs up to 16 programs of 4 warps at once, but its
-# 65536 registers are enough for at most three of these. While they compute,
-# nothing is loaded.
+# With intermediate values it needs more than 128 of them, and a program has
+# 128 threads. So the 65536 registers of a :term:`multiprocessor` are enough
+# for at most three programs, where it could run 16. These are too few to keep
+# loads in flight while others compute.
 
 # %%
 # .. _softmax-rows:
@@ -272,7 +272,7 @@ page.plot("bandwidth", over="N")
 
 # %%
 # The table has the steps, with a copy as 100 %. Its matrices have 16384 rows
-# or more, those of the figure 4096, and it is another run than the box.
+# or more, those of the figure 4096. The box at the top is of another run.
 
 steps = {"one_row": softmax_one_row, "rows": softmax_rows}
 page.steps(eager=softmax_eager, **steps, chunks=softmax_chunks)

@@ -158,7 +158,7 @@ page.check(scatter_owner, shape, indices, updates)
 # These have a smaller index, or the same index and come earlier. So each
 # update is compared with every other one: N x N comparisons. This step gains
 # where they take less time than M programs that read all indices. At no size
-# of the table below do they: with two more kernels, the step is slower there.
+# of the table below is that so: the step has one kernel more, and is slower.
 
 sorted_updates = [-1, -1, 1, 1, 1, 3, 3, 3]
 caption = "Sorted: the owner of row 1 or row 3 reads three neighbours."

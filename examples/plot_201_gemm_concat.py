@@ -239,10 +239,6 @@ x, w0, w1 = given
 page.check(in_groups, x.repeat(17, 1), w0, w1)  # rows of tiles in two groups
 
 # %%
-# The library's kernel groups its tiles, too. :doc:`plot_204_descriptors` shows
-# how it loads them.
-
-# %%
 # Is it correct?
 # --------------
 #
@@ -289,10 +285,9 @@ page.findings()
 # When to use it
 # --------------
 #
-# **Pack the weights if you can.** One matmul of ``torch.cat([w0, w1], 1)``,
-# computed when the model is loaded, needs none of the kernels above. If the
-# weights must stay apart, as with adapters or shared weights, give all of them
-# to the library. It takes up to four in a launch, of any widths:
+# **Pack the weights if you can**, by ``torch.cat([w0, w1], 1)`` when the model
+# is loaded. If they must stay apart, as with adapters, give all of them to the
+# library. It takes up to four in a launch, of any widths:
 
 x, w0, w1 = given
 y = fusebook.concat_gemm(x, [w0, w1])
@@ -305,9 +300,9 @@ y = fusebook.concat_gemm(x, [w0, w1])
 # - **Layout.** ``linear.weight.T`` of torch.nn.Linear is taken without a copy.
 #   Float32 weights that are stored by rows may be copied, and so may weights
 #   whose rows do not begin at multiples of 16 bytes.
-# - **float32** follows torch's setting of TF32. float64 is torch's matmul.
-# - **Checks.** There is no ``check=``, and no call waits for the GPU.
-# - **Training.** The backward pass is torch's matmuls.
+# - **float32** follows torch's setting of TF32. float64 and the backward pass
+#   are torch's matmuls.
+# - **Checks.** No call waits for the GPU.
 # - **Do not use it** for packed weights, or for one weight. In the table,
 #   *torch* includes packed weights, and also a concat of the weights in each
 #   call, for one row thousands of outputs.
@@ -319,7 +314,7 @@ page.use()
 # ---------
 #
 # - Before you concatenate, ask where each result could have been written.
-# - Larger tiles use each loaded element more often, until too few are left.
+# - Larger tiles use each loaded element more often.
 # - Programs that run together should share what they read.
 #
 # Exercises

@@ -50,10 +50,9 @@ def matmul_float16(x, codes, scales, bits=4):
 # %%
 # With one row of x, each weight is read and used once, so time is bytes over
 # bandwidth. Such a limit is a :term:`roof`. The second roof, arithmetic, is
-# far away. The third is *instructions*. A :term:`multiprocessor` has four
-# schedulers, and each issues one instruction per clock, for 32 threads. A
-# kernel that needs more, loads included, lets memory wait. By the data sheet
-# of an H100:
+# far away. The third is *instructions*: each of the four schedulers of a
+# :term:`multiprocessor` issues one per clock, for 32 threads. If they take
+# longer than the bytes, memory waits. By an H100's data sheet:
 
 issued = 132 * 4 * 32 * 1.98e9  # per second: multiprocessors to clock
 unit = issued / 3.35e12 / 8  # for each bit that the memory delivers
@@ -68,9 +67,9 @@ page.picture.bars("Instructions per weight that arrives", budget, texts)
 # ---------------------------------------------------
 #
 # A word of 32 bits holds eight codes of one group. Word 0 holds columns 0, 16,
-# 32 to 112, word 1 holds columns 1, 17, 33 and so on. So code j of 16
-# neighbouring words needs 16 neighbouring columns of x. K is a multiple of 128
-# on this page, and N of 16; the library takes any.
+# 32, ..., 112, word 1 holds columns 1, 17, 33 and so on. So the codes j of
+# words 0 to 15 belong to 16 neighbouring columns of x. Here K is a multiple of
+# 128, and N of 16.
 
 
 @functools.lru_cache(maxsize=4)  # a weight is packed once
@@ -236,7 +235,9 @@ page.picture.operand(lane=5)
 @triton.jit
 def operand(w):
     """Numbers as loaded, [8, 128], as 16 x 16 weights for each of 4 warps."""
-    w = tl.reshape(w, [2, 4, 8, 4, 2, 2])  # half, warp, row, pair, half, one
+    w = tl.reshape(
+        w, [2, 4, 8, 4, 2, 2]
+    )  # columns, warp, row, pair, rows, one
     return tl.reshape(tl.permute(w, [1, 4, 2, 0, 3, 5]), [4, 16, 16])
 
 
@@ -286,7 +287,7 @@ def matmul_tensor(x, codes, scales, bits=4):
 page.check(matmul_tensor, *given)
 
 # %%
-# Each axis of a reshape is some bits of a lane's number, or of a place in it.
+# In each reshape, an axis counts either lanes or the values within a lane.
 # So a permutation renames places, and moves nothing between lanes. A sum may
 # take its columns in any order: here a lane's eight columns of x are
 # neighbours. The library's kernel asks for the next blocks before it works on
@@ -317,21 +318,19 @@ page.rounding(given[0], weight, bits=(8, 4), groups=(32, 128, 0))
 page.plot("times", over="M")
 
 # %%
-# In the table the weight has 28672 x 8192 codes, and 100 % is a copy that
-# moves as many bytes as x, codes, scales and y have. A code has 4 + 16 / 128
-# bits, scale included. So float16, which reads 3.9 times as many, cannot
-# exceed 26 %. Lines of code are those of kernel and launcher. *tinygemm* is
-# torch's own kernel for weights of four bits, in bfloat16. Published times of
-# Marlin, in CUDA C++, are in the evidence below.
+# In the table the weight has 28672 x 8192 codes, and 100 % is a copy of as
+# many bytes as x, codes, scales and y. A code has 4 + 16 / 128 bits, scale
+# included. So float16, which reads 3.9 times as many, cannot exceed 26 %.
+# *tinygemm* is torch's four-bit kernel, in bfloat16. Published times of Marlin
+# are in the evidence.
 
 steps = {"shift": matmul_shift, "pairs": matmul_pairs}
 page.steps(float16=matmul_float16, **steps, tensor=matmul_tensor)
 
 # %%
-# The third roof explains step 1 alone. Steps 2 and 3 and the library are
-# within the budget, and still slower than a copy. A call has a start and an
-# end, when few loads are in flight. Both weigh less the larger a weight is. We
-# do not know why step 3 is slower than step 2 with one row.
+# Only step 1 exceeds the budget, and too little to explain its time. Each call
+# starts and ends with few loads in flight. Why step 3 loses with one row is
+# unknown.
 
 page.findings()
 
@@ -341,18 +340,16 @@ page.findings()
 # When to use it
 # --------------
 #
-# Quantize when a model is loaded, and multiply for each token. The library
-# also takes eight bits, zero points, a bias and any sizes; a layer is
-# ``fusebook.nn.QuantizedLinear``.
+# Quantize when a model is loaded. The library also takes eight bits, zero
+# points, a bias and any sizes; a layer is ``fusebook.nn.QuantizedLinear``.
 
 part = weight[:64].to(given[0])
 packed = fusebook.quantize(part, bits=4, group=128)
 y = fusebook.quantized_matmul(given[0], packed)
 
 # %%
-# **Do not use it** for prompts and training, where rows are many. Above 96
-# rows it converts the whole weight in each call, to 2NK bytes, and multiplies
-# by cuBLAS. At 8192 x 8192 these are the 128 MiB of the box.
+# **Do not use it** for prompts and training: above 96 rows it converts the
+# whole weight in each call, to 2NK bytes, and multiplies by cuBLAS.
 
 page.use()
 

@@ -52,8 +52,8 @@ def in_views(x, w0, w1):
 # ---------------------------------------------------
 #
 # This is the last kernel of page 201. A program owns a tile of the output, and
-# ``place`` says which one: eight rows of tiles are taken together. Each of the
-# next steps removes a wait.
+# ``place`` says which one: eight rows of tiles are taken together, so programs
+# share what they load in L2. Each of the next steps removes a wait.
 
 
 @triton.jit
@@ -338,7 +338,7 @@ page.findings()
 # --------------
 #
 # The library launches its kernel where a table says it beats torch.
-# ``strategy="fused"`` always does:
+# ``strategy="fused"`` always launches it:
 
 x, w0, w1 = given
 y = fusebook.concat_gemm(x, [w0, w1], strategy="fused")

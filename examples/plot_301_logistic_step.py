@@ -60,9 +60,9 @@ step.traffic(eager=eager, fused=1)
 # X is used twice: by rows for the predictions, and by columns for the
 # gradient. A kernel that reads it once moves half of the bytes: **we predict
 # twice the speed for a large X.** A small X stays in the L2 cache, and a step
-# costs its launches. A profiler counts 24 in an eager step of 100,000 rows.
-# Step 1 has 8: one kernel and seven small operations of PyTorch. **So we
-# predict three times the speed for a small X.**
+# costs its launches. By a profiler an eager step has 24, some of them for the
+# loss. Step 1 leaves the loss out and has 8: one kernel and seven operations
+# of PyTorch. **So we predict three times the speed for a small X.**
 
 # %%
 # .. _logistic-rows:
@@ -257,7 +257,7 @@ def barriers(X, y, w, b, lr, l2, steps):
     sizes = (ROWS, N, triton.cdiv(N, programs), programs)
     names = ("ROWS", "BLOCK", "SLICE", "PARTS")
     constants = zip(names, map(triton.next_power_of_2, sizes), strict=True)
-    # The counter is read as int32, which also has four bytes and this 0.
+    # The counter is read as int32: zeros have the same four bytes in float32.
     parts, counter = X.new_empty(programs, N + 1), X.new_zeros(1)
     fit_barriers[(programs,)](
         w, b, parts, counter, X, y, M, N, steps, lr, l2,
@@ -271,10 +271,10 @@ page.check(barriers, *many)
 # %%
 # The library's kernel needs no barriers. A word of 64 bits is written and read
 # as a whole: half of it is a float32, and half the number of the step. A
-# program reads the word that it needs until that has the number of the current
-# step. That saves one trip to the L2 cache at each barrier. NCCL, NVIDIA's
-# library for communication, has a :term:`low-latency protocol <LL protocol>`
-# of this kind.
+# program reads a word again until it has the number of the current step. Flag
+# and value come in one trip to the L2 cache, where a barrier needs two. NCCL,
+# NVIDIA's library for communication, has a :term:`low-latency protocol <LL
+# protocol>` of this kind.
 
 page.source("logistic_fit", fold=True)
 
@@ -310,9 +310,9 @@ page.plot("times", over="N")
 
 # %%
 # The table shows the time of a step, as the mean of a hundred in a CUDA graph.
-# One program alone has no room for 400 rows, and waits for no other with 16.
-# The library takes longer there: its programs exchange messages, and they keep
-# the loss of each step.
+# One program alone has no room for 400 rows. With 16 rows it is the fastest,
+# since it waits for no other. The library takes longer there: its programs
+# exchange messages, and they keep the loss of each step.
 
 page.steps(eager=eager, rows=rows, alone=alone, barriers=barriers)
 

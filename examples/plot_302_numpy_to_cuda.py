@@ -101,8 +101,8 @@ page.threads()
 # %%
 # Two threads take half the time of one, so the memory that they share is not
 # the limit yet. NumPy is slower than its traffic predicts: each operation
-# writes to fresh memory, whose pages the system has to map first. The copies
-# of step 1 show below what that costs.
+# writes to fresh memory, whose pages the system has to map first. Rows of the
+# table below show what that costs: copies to fresh and to used memory.
 #
 # .. _numpy-arrays:
 #
@@ -154,8 +154,8 @@ page.generated()
 #
 # The line is from `a post of PyTorch, 2023`__. Its example has centres at
 # (5, 5) and (10, 10). If code exchanges x and y of the centres, no label
-# changes there. So take centres off the diagonal. The check compares
-# distances: that to the centre of the label, and the smallest one.
+# changes there. So take centres off the diagonal. The check compares a point's
+# distance to the centre of its label with its distance to the nearest centre.
 #
 # __ https://pytorch.org/blog/compiling-numpy-code/
 
@@ -187,9 +187,9 @@ page.steps(numpy=nearest, arrays=arrays, tensors=tensors, kernel=by_hand)
 page.findings()
 
 # %%
-# The GPU time of the compiled line and of the library is about the same. In
-# float32 the library's call starts sooner: torch.compile first checks in each
-# call whether its code still fits the arguments.
+# The GPU time of the compiled line and of the library is about the same. The
+# library's call starts sooner: torch.compile first checks in each call whether
+# its code still fits the arguments.
 #
 # What breaks a graph
 # -------------------

@@ -181,8 +181,8 @@ class Rope(torch.autograd.Function):
 
 
 # %%
-# The backward pass turns by the opposite of the angles that it is given. Given
-# -sin, it must turn by the angles themselves, so the same check applies:
+# The check expects a rotation forward. The backward pass turns back, so we
+# give it -sin: back by -sin is forward by sin.
 
 
 def by_gradient(q, k, cos, sin, style="neox"):
@@ -313,7 +313,7 @@ rotation = fusebook.rope(q, cos, sin, k)  # a new q and a new k
 #   again in the backward pass: less memory, and more time.
 # - **Inside torch.compile** the compiler fuses most of these operations, too,
 #   and transformers adds a mask that slows attention. Patch before you
-#   compile, and measure your model with and without.
+#   compile, and measure your model compiled and not compiled.
 # - **Do not patch** a model whose profile is nearly all matmuls and attention.
 
 page.use()

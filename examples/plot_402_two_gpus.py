@@ -63,14 +63,14 @@ def by_nccl(points, centres):
 # %%
 # .. _gpus-flag:
 #
-# Step 1: store, then raise a flag {gain flag at N=2}
+# Step 1: store, then raise a flag {gain flag at N=4}
 # ---------------------------------------------------
 #
 # N GPUs of one machine can map each other's memory. To a kernel, ``memory[r]``
 # is a pointer like any other; a store to it goes over NVLink, their link. This
 # *symmetric memory* has the same shape on every GPU. Here it has two places
-# for the sums of each sender, which take turns. A program owns four centres:
-# it adds their parts, sends the sums, and writes the means.
+# for the sums of each sender: for odd and for even iterations. A program owns
+# four centres: it adds their parts, sends the sums, and writes the means.
 
 
 @triton.jit
@@ -106,8 +106,8 @@ def divide(out_ptr, old_ptr, total, j, a, inside, D):
 # A rank stores its sums to all others, and then raises a flag there: the
 # number of the iteration. *Release* means that the flag arrives after all
 # stores before it. A rank that has read its flags with *acquire* also sees
-# what was stored before them. ``memory`` is [sender, turn, K, D + 1, 2]: next
-# to each sum is a place for a flag. Step 1 uses that of a program's first sum.
+# what was stored before them. ``memory[r]`` is [sender, turn, K, D + 1, 2]: a
+# place for a flag follows each sum. Step 1 uses one per program, by its first.
 
 
 @triton.jit
@@ -155,8 +155,8 @@ def means_by_flag(
 # %%
 # All ranks add in the order of ranks, so all get the same bits. The kernel
 # counts its iterations itself, so it runs in a CUDA graph too. While a GPU
-# reads sums of iteration t, a fast sender writes t + 1 to the other place. For
-# t + 2 it needs this GPU's sums of t + 1, sent after those of t were read.
+# reads sums of iteration t, a fast sender writes t + 1 to the other place.
+# Then it needs this GPU's sums of t + 1, sent after those of t were read.
 
 
 def launch(kernel, memory, turns, rank, parts, centres, wait=True):
@@ -346,7 +346,7 @@ alike = (torch.cat([given[0][:300]] * 3), *given[1:])
 page.catches(averaged, alike=alike, given=given)
 
 # %%
-# On GPUs, shares end where a program does, or anywhere, or one rank has all.
+# On GPUs, checks split points where a program ends, anywhere, or all to one.
 # Centres of ten iterations are compared bit by bit, with other ranks and one
 # GPU. In a thousand more, ranks take turns to be late. The last two findings
 # are of independent k-means jobs, which one process starts on two GPUs.
@@ -359,9 +359,11 @@ page.findings()
 # When to use it
 # --------------
 #
-# Each rank makes the step once, with all others, and then calls it with its
-# own points. Where GPUs cannot map each other's memory, NCCL adds the sums.
-# The exchange takes as long for few points as for many.
+# Each rank chooses its GPU by ``torch.cuda.set_device``, and joins the others
+# by ``dist.init_process_group("nccl")``. It makes the step once, with all
+# others, and calls it with its own points. Where GPUs cannot map each other's
+# memory, NCCL adds the sums. Below, ``rank`` is ``dist.get_rank()`` and
+# ``world`` is ``dist.get_world_size()``.
 #
 # .. code-block:: python
 #
@@ -381,15 +383,13 @@ page.use()
 # - A kernel that has to run anyway can also send and receive.
 # - A word that carries its own flag needs no second message.
 # - Add in the order of ranks, and all ranks have the same bits.
-# - With one process for several GPUs, the CPU may be the limit, and takes
-#   longer where it switches GPUs. Start a process for each GPU, or replay
-#   graphs.
+# - With one process for several GPUs, the CPU may be the limit. Start one
+#   process for each GPU, or replay graphs.
 #
 # Exercises
 # ---------
 #
-# Each function is incorrect, and the line below it says where. Fix it and run
-# the cell again. No GPU is needed.
+# Each function is incorrect. Fix it and run the cell again. No GPU is needed.
 #
 # 1. Words
 # ~~~~~~~~

@@ -105,7 +105,7 @@ CLAIMS = (
         "persistent-gain",
         "The persistent kernel is {least:.2x} to {most:.2x} faster than one program for each tile, at n = 4096 and "
         "8192. At most 1.07x was predicted at n = 4096, from a guess: five turns of 69. {turns:.1f} turns are saved. "
-        "Either the loads take less than three turns, or the store is not hidden. We do not know which.",
+        "Either the waits are shorter than we guessed, or little of them is hidden. We do not know which.",
         _gain("persistent", "descriptors", (4096, 8192)),
         "> 1.02",
         _LARGE + "; GPU time of step 2 over step 3",

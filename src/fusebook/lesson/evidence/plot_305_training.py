@@ -494,7 +494,7 @@ class TrainingPage(_memory.MemoryPage):
             "**compiled** are patched models, with `recompute=True` and under torch.compile. "
             "Rows with torch.compile, and that of `recompute=True`, are for one model and length: a first step with "
             f"torch.compile takes {first.min():.0f} to {first.max():.0f} seconds, and more with more layers. "
-            "Where fewer tokens do not make a step shorter, the CPU limits it."
+            "Where a step with fewer tokens takes nearly as long, the CPU limits it."
         )
         install = [
             left,

@@ -407,7 +407,7 @@ def verdict(frames: Frames) -> tuple[list[str], _show.Shown]:
         f"**Strong scaling.** With {n:,} points on all of them together, it is "
         f"**{_numbers.times(one / strong['gpu_us']['fusebook'])}** faster than one GPU. With NCCL it is "
         f"{_numbers.times(one / strong['gpu_us']['nccl'])} faster.",
-        f"**Same bits.** {bits}" + (", and in the plane those of one GPU." if exact else "."),
+        f"**Same bits.** {bits}" + (". With points in the plane, one GPU alone has them, too." if exact else "."),
     ]
     bars = {"NCCL": weak["gpu_us"]["nccl"], "Fusebook": weak["gpu_us"]["fusebook"], "one GPU alone": one}
     texts = {name: _numbers.microseconds(us) for name, us in bars.items()}
