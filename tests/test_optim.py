@@ -463,6 +463,7 @@ def test_bad_options_are_refused(error, message, options, device):
         (TypeError, "seed to be an integer, got str", {"seed": "7"}),
         (ValueError, "a state with max_exp_avg_sq", {"amsgrad": True}),
         (TypeError, "beta1 to be a number, got str", {"betas": ("a", 0.9)}),
+        (ValueError, "use torch.optim.Adam", {"decoupled_weight_decay": False}),
     ],
 )
 def test_what_a_group_is_set_to_later_is_refused_in_a_sentence(error, message, group, device):

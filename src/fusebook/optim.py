@@ -124,8 +124,8 @@ class AdamW(torch.optim.AdamW):
     Raises
     ------
     ValueError
-        For numbers out of range. By ``load_state_dict``, before anything changes, for a state of other shapes or
-        lengths, or one of another optimizer.
+        For numbers out of range, and groups whose weight decay is not decoupled. By ``load_state_dict``, before
+        anything changes, for a state of other shapes or lengths, or one of another optimizer.
     RuntimeError
         By ``step``, for a first step while a CUDA graph is captured, and without `capturable` for every step.
 
@@ -208,6 +208,11 @@ class AdamW(torch.optim.AdamW):
 
     def _launches(self, group: dict[str, Any], capturing: bool) -> list[tuple[_Launch, Any]]:
         """What steps a group, and the gradients; the launches of the step before, where nothing else has changed."""
+        if group["weight_decay"] and not group.get("decoupled_weight_decay", True):  # what torch calls Adam
+            raise ValueError(
+                "AdamW: expected groups with decoupled_weight_decay=True, got False, which adds the decay to the "
+                "gradient; use torch.optim.Adam"
+            )
         kept = None if capturing else self._kept.get(id(group))
         if kept is not None and all(again := kept.again(group)):
             return [*zip(kept.launches, again, strict=True)]
