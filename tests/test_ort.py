@@ -745,6 +745,19 @@ def _with_a_sparse_constant(model):
     model.graph.node.append(oh.make_node("If", ["k"], ["z"], then_branch=branch, else_branch=branch))
 
 
+def _with_an_opaque_input(model):
+    model.graph.input.add(name="opaque").type.opaque_type.name = "Handle"
+
+
+def _with_a_map(model):
+    kind = model.graph.input.add(name="map").type.map_type
+    kind.key_type, kind.value_type.tensor_type.elem_type = 7, 1
+
+
+def _without_an_output(model):
+    del model.graph.node[-1].output[:]
+
+
 def _with_training(model):
     model.training_info.add()
 
@@ -764,6 +777,9 @@ def _with_a_function(model):
         (_with_a_sparse_initializer, "sparse tensors"),
         (_with_a_sparse_constant, "sparse tensors"),
         (_with_training, "training_info"),
+        (_with_an_opaque_input, "opaque types"),
+        (_with_a_map, "onnx_ir can take, got one with which it fails: Map types are not supported"),
+        (_without_an_output, "onnx_ir can take, got one with which it fails: The number of values"),
         (_with_another_version, "the domain fusebook in version 1"),
         (_with_a_function, "without functions of the model"),
     ],

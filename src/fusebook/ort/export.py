@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -313,6 +314,22 @@ def _sparse(nodes: Any, initializers: Any = ()) -> bool:
     )
 
 
+@contextlib.contextmanager
+def _taken() -> Iterator[None]:
+    """Say in a sentence what onnx_ir fails with, whose own errors name the outermost part of a model."""
+    try:
+        yield
+    except Exception as error:
+        inner: BaseException = error
+        while inner.__cause__ is not None:
+            inner = inner.__cause__
+        line = (str(inner).splitlines() or [type(inner).__name__])[0][:200].rstrip(".")
+        raise ValueError(
+            f"fuse: expected a model that onnx_ir can take, got one with which it fails: {line}; see what "
+            "onnx.checker.check_model says, or run the model as it is"
+        ) from error
+
+
 def fuse(model: Any) -> Any:
     """Replace chains of standard operators, and matmuls with weights of few bits, by Fusebook's.
 
@@ -343,8 +360,9 @@ def fuse(model: Any) -> Any:
     TypeError
         For what is no model.
     ValueError
-        For what would be lost: sparse tensors, and training_info. And where the domain ``fusebook`` is another: of a
-        version that is not 1, or with functions of the model.
+        For what would be lost: sparse tensors, inputs and outputs of opaque types, and training_info. Where the domain
+        ``fusebook`` is another: of a version that is not 1, or with functions of the model. And for a model that
+        onnx_ir does not take, such as one with maps.
     """
     _onnxscript()
     import onnx
@@ -362,10 +380,11 @@ def fuse(model: Any) -> Any:
         given.training_info
         or _sparse(given.graph.node, given.graph.sparse_initializer)
         or any(_sparse(function.node) for function in functions)
+        or any(v.type.HasField("opaque_type") for v in (*given.graph.input, *given.graph.output))
     ):
         raise ValueError(
-            "fuse: expected a model without sparse tensors and training_info, which onnx_ir loses, got one with them; "
-            "make the tensors dense, or clear training_info"
+            "fuse: expected a model without sparse tensors, opaque types and training_info, which onnx_ir loses, got "
+            "one with them; make the tensors dense, or clear training_info"
         )
     imports = [
         {o.domain: o.version for o in of.opset_import} if proto else of.opset_imports for of in (given, *functions)
@@ -410,7 +429,8 @@ def fuse(model: Any) -> Any:
 
     found: dict[Any, PackedWeight] = {}
     # What is no ModelProto would be rewritten where it is.
-    whole = onnx_ir.from_proto(given) if proto else given.clone()
+    with _taken():
+        whole = onnx_ir.from_proto(given) if proto else given.clone()
     taken = {v.name for node in whole.graph.all_nodes() for v in (*node.inputs, *node.outputs) if v is not None}
     taken |= {v.name for graph in (whole.graph, *whole.graph.subgraphs()) for v in (*graph.inputs, *graph.outputs)}
 
@@ -456,5 +476,6 @@ def fuse(model: Any) -> Any:
         ],
         commute=True,
     )
-    fused = rewrite(whole, pattern_rewrite_rules=rules)
-    return onnx_ir.to_proto(fused) if proto else fused
+    with _taken():
+        fused = rewrite(whole, pattern_rewrite_rules=rules)
+        return onnx_ir.to_proto(fused) if proto else fused
