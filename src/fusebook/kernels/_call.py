@@ -313,7 +313,7 @@ class _Replay:
     rest: tuple[Any, ...] = ()
     inputs: Any = None
     lengths: list[int | None] | None = None
-    known: Any = None  # what tells whether a call is this one: see `Operator.call`
+    known: Any = None  # what tells whether a call is this one: see `Operator.call`; () where nothing does but a key
 
     def run(self, slots: list[Tensor], at: list[int]) -> Any:
         """Allocate and launch, given tensors and their addresses, to which those of fresh memory are added."""
@@ -781,18 +781,21 @@ class Operator:
 
     def __post_init__(self) -> None:
         name, self.listed = f"{NAMESPACE}::{self.name}", self.schema.endswith("[]")
+        self.custom: Any = lambda *inputs: self._computed(inputs)
         self.calls: dict[Hashable, _Replay] = {}
         self.recent: list[Any] = []
         none: Any = self._no_gradient, lambda ctx, inputs, output: None
         self.rule: Callable[..., Any]
         self.keep: Callable[..., None]
         self.rule, self.keep = self.gradient or none
+        if not self.schema:  # see `write`
+            return
         # Not torch.library.custom_op: its guards against changed or returned inputs take longer than a launch.
         LIBRARY.define(self.name + self.schema, tags=torch.Tag.pt2_compliant_tag)
         for device in ("CUDA", "CPU"):
             LIBRARY.impl(self.name, self._launched, device)
-        self.custom = getattr(getattr(torch.ops, NAMESPACE), self.name).default
-        self.custom.planned = self.custom  # called by code that torch.compile cached with version 0.1.0
+        custom = getattr(getattr(torch.ops, NAMESPACE), self.name).default
+        self.custom = custom.planned = custom  # called by code that torch.compile cached with version 0.1.0
         torch.library.register_fake(name, self._shaped, lib=LIBRARY)
         torch.library.register_vmap(name, self.batched or self.one_by_one, lib=LIBRARY)
         if "!" not in self.schema:
@@ -859,11 +862,13 @@ class Operator:
             else:
                 result = _recorded(replay, [*tensors], [*at], *replay.inputs((*tensors, *replay.rest)))
                 result = list(result) if self.listed else result
-        if replay is not None and _guards is not None and not functools.reduce(operator.or_, at, 0) & 15:
-            kinds, where = [*map(type, args)], [i for i, a in enumerate(args) if isinstance(a, Tensor)]
-            others = [i for i in range(len(args)) if i not in where]
+        if replay is not None and replay.known != () and not functools.reduce(operator.or_, at, 0) & 15:
+            kinds = [*map(type, args)]
             if replay.known is None or replay.known[0] != kinds:
-                if len(where) != len(tensors) or not {kinds[i] for i in others} <= _PLAIN:
+                where = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+                others = [i for i in range(len(args)) if i not in where]
+                if _guards is None or len(where) != len(tensors) or not {kinds[i] for i in others} <= _PLAIN:
+                    replay.known = ()
                     return result
                 check = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
                 replay.known = kinds, _pick(where), check, _pick(others), _pick(others)(args), asked, _grad(), replay
@@ -893,7 +898,7 @@ class Operator:
                 return self.custom(*inputs)
         if self.read is not None:
             self.read(*args)
-        gradient = _grad() and any([t.requires_grad for t in found])
+        gradient = bool(self.schema) and _grad() and any([t.requires_grad for t in found])
         with torch.no_grad():
             result = self._made(key, inputs, found, gradient)
         if not gradient:
@@ -933,24 +938,26 @@ class Operator:
             self.calls[key] = replay
         return result
 
-    def _computed(self, inputs: Sequence[Any], out: Any = None) -> Any:
-        """Launch into memory, which is allocated unless it is given."""
-        found = self.outputs(*inputs) if out is None else out
+    def _computed(self, inputs: Sequence[Any]) -> Any:
+        """Allocate and launch."""
+        found = self.outputs(*inputs)
         outs = _flat([found])
         if not outs or any(o.numel() for o in outs):
             with launching((outs or _flat(inputs))[0]):
                 self.into(found, *inputs)
         return found
 
-    def write(self, out: Any, *args: Any) -> None:
-        """Check and compute into memory that is given, as `outputs` would return it; no gradient is recorded.
+    @functools.cached_property
+    def write(self) -> Operator:
+        """The same for memory that is given, as `outputs` would return it: ``write(out, *arguments)`` returns it.
 
-        The memory may hold anything, and overlaps no argument.
+        It may hold anything, and overlaps no argument. No gradient is recorded.
         """
-        inputs = self.check(*args)
-        if self.read is not None:
-            self.read(*args)
-        self._computed(inputs, out)
+        read, places = (f and (lambda out, *args, f=f: f(*args)) for f in (self.read, self.places))
+        return Operator(
+            self.name, "", check=lambda out, *args: (out, *self.check(*args)), outputs=lambda out, *_: out,
+            into=lambda out, _, *args: self.into(out, *args), modes=self.modes, places=places, read=read,
+        )  # fmt: skip
 
     # Under torch's dispatcher -------------------------------------------------------------------------------------
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusebook.kernels import _call
-from fusebook.kernels._call import FLOATING, OPERATORS, Operator
+from fusebook.kernels._call import FLOATING, OPERATORS
 from fusebook.kernels.losses import cross_entropy
 from fusebook.kernels.quantized import _matmul
 from fusebook.kernels.scatter import _scatter
@@ -21,46 +20,18 @@ _norm = OPERATORS["norm"]
 _add_norm = OPERATORS["add_norm"]
 
 
-#: What earlier writes did, by operator, outputs and arguments, as calls keep theirs.
-_WRITES: dict[Any, Any] = {}
-
-
-def _write(op: Operator, out: Tensor | tuple[Tensor, ...], *args: Any) -> None:
-    """`Operator.write`, which is replayed where a session has run the node with arguments of the same kind."""
-    tensors: list[Tensor] = []
-    at: list[int] = []
-    plain = not (_call.INTERPRETED or _call._modes() or (any(_call._settings) and not _call.unhooked()))
-    try:
-        key = op.name, op._asked(args), _call._described((out, *args), tensors, at)
-        known = _WRITES.get(key) if plain else None
-    except (RuntimeError, TypeError):  # without memory, or about to be refused
-        plain, known = False, None
-    if known is not None and known.device == _call._current():
-        if op.read is not None:
-            op.read(*args)
-        known.run(tensors, at)
-    elif known is None and plain and all(t.get_device() == _call._current() for t in tensors):
-        found = _call.record(tensors, lambda: op.write(out, *args))[1]
-        if found is not None:
-            if len(_WRITES) >= _call._MOST_CALLS:
-                _WRITES.clear()
-            _WRITES[key] = found
-    else:
-        op.write(out, *args)
-
-
 def softmax_into(x: Tensor, out: Tensor, *, axis: int = -1) -> None:
     """`fusebook.softmax` along `axis` into memory that is given, of the shape and dtype of `x`."""
-    _write(_softmax, out, x, axis)
+    _softmax.write(out, x, axis)
 
 
 def _of_shape(shape: Tensor, indices: Tensor, updates: Tensor, out: Tensor, *, reduction: str) -> None:
     # Out of range is left out, not refused: to look for it would wait for the GPU.
-    _write(_scatter, out, "ScatterNDOfShape", out.shape, indices, updates, None, reduction, False, None)
+    _scatter.write(out, "ScatterNDOfShape", out.shape, indices, updates, None, reduction, False, None)
 
 
 def _masked(shape: Tensor, indices: Tensor, updates: Tensor, out: Tensor, *, reduction: str, maskedValue: int) -> None:
-    _write(_scatter, out, "MaskedScatterNDOfShape", out.shape, indices, updates, maskedValue, reduction, False, None)
+    _scatter.write(out, "MaskedScatterNDOfShape", out.shape, indices, updates, maskedValue, reduction, False, None)
 
 
 def _last(axis: int, x: Tensor) -> None:
@@ -70,16 +41,16 @@ def _last(axis: int, x: Tensor) -> None:
 
 def _rms(x: Tensor, scale: Tensor, out: Tensor, *, axis: int, epsilon: float) -> None:
     _last(axis, x)
-    _write(_norm, out, x, scale, None, False, epsilon)
+    _norm.write(out, x, scale, None, False, epsilon)
 
 
 def _layer(x: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, *, axis: int, epsilon: float) -> None:
     _last(axis, x)
-    _write(_norm, out, x, scale, bias, True, epsilon)
+    _norm.write(out, x, scale, bias, True, epsilon)
 
 
 def _skip(x: Tensor, skip: Tensor, gamma: Tensor, out: tuple[Tensor, Tensor], *, epsilon: float) -> None:
-    _write(_add_norm, tuple(out), x, skip, gamma, None, False, epsilon)
+    _add_norm.write(tuple(out), x, skip, gamma, None, False, epsilon)
 
 
 def _loss(scores: Tensor, labels: Tensor, weights: Tensor | None, *, reduction: str, ignore_index: int) -> Tensor:
@@ -92,7 +63,7 @@ def _quantized(
     x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, out: Tensor, *,
     N: int, K: int, bits: int, group: int,
 ) -> None:  # fmt: skip
-    _write(_matmul, out, x, [words, scales] + ([] if zeros is None else [zeros]), [], bias, N, K, bits, group)
+    _matmul.write(out, x, [words, scales] + ([] if zeros is None else [zeros]), [], bias, N, K, bits, group)
 
 
 _SCATTERED: dict[str, Any] = {
