@@ -54,10 +54,10 @@ page.traffic(eager=softmax_eager, fused=2)
 
 # %%
 # A *fused* kernel reads the input once, keeps intermediate values in
-# :term:`registers <register>`, and writes the result once. While memory reads
-# and writes one float32 element, an H200 can execute about 55 instructions,
-# and an H100 about 80, by their data sheets. Softmax needs five operations, so
-# memory should decide: **we predict 4x.**
+# :term:`registers <register>`, and writes the result once. By data sheets, an
+# H200 can execute about 55 instructions while memory reads and writes one
+# float32 element, and an H100 about 80. Softmax needs five operations, so
+# memory decides: **we predict 4x.**
 
 # %%
 # .. _softmax-one-row:
@@ -102,8 +102,8 @@ def softmax_one_row(x, num_warps=4):
 # %%
 # ``one_row[(M,)](...)`` launches M programs. A ``tl.constexpr`` is a constant:
 # a kernel is compiled once for each value. We check it on difficult rows, made
-# by ``page.stress``. A third is ``randn``, a third has three values that are
-# 20 times larger, and a third is shifted by 100. The error is relative to the
+# by ``page.stress``. One in three is ``randn``, one has three values that are
+# 20 times larger, and one is shifted by 100. The error is relative to the
 # result in float64. Its unit *eps* is the distance from 1 to the next number
 # of the dtype.
 
@@ -112,11 +112,11 @@ page.check(softmax_one_row, x)
 
 # %%
 # ``num_warps=4`` gives each program 4 warps of 32 threads. A row of 12672
-# columns is padded to 16384, so each thread holds 128 values in registers.
-# With intermediate values it needs more than 128 of them, and a program has
-# 128 threads. So the 65536 registers of a :term:`multiprocessor` are enough
-# for at most three programs, where it could run 16. These are too few to keep
-# loads in flight while others compute.
+# columns is padded to 16384, so each thread has 128 values, one in each
+# register, and needs more registers for intermediate values. The 65536
+# registers of a :term:`multiprocessor` hold at most three such programs, where
+# 16 small ones could run. In bfloat16 these are too few to keep loads in
+# flight while others compute.
 
 # %%
 # .. _softmax-rows:
@@ -124,13 +124,13 @@ page.check(softmax_one_row, x)
 # Step 2: several rows per program {gain rows at N=256, bfloat16}
 # ---------------------------------------------------------------
 #
-# With 256 columns, each of a program's 128 threads has two elements. To
-# combine their maxima, the threads exchange values in 7 steps, and for the sum
-# in 7 more, however narrow the row. So step 1 executes some fifty instructions
-# per element. An H100 has time for about 80 in float32, and for 40 in
-# bfloat16, which has half the bytes. Here a program owns several rows, and a
-# thread 32 elements, with half as many instructions for each. Comments mark
-# changes.
+# With 256 columns, each of a program's 128 threads has two elements. The
+# threads find the maximum in 7 steps, as 2**7 is 128: in each, a thread gets a
+# value of another one. The sum takes 7 more. All this for two elements makes
+# some fifty instructions per element. An H100 has time for about 80 in
+# float32, and for 40 in bfloat16, which has half the bytes. Here a program
+# owns several rows and a thread 32 elements, which halves the instructions
+# per element. Comments mark changes.
 
 page.picture.tile(rows=3, columns=12, block=16, per=2)
 
@@ -181,8 +181,8 @@ page.picture.chunks(columns=12672, block=16384, chunk=1024)
 # - ``tl.exp2`` is one instruction. ``tl.exp`` uses it too, but adds more for
 #   results below 1e-38, which ``tl.exp2`` makes zero.
 #
-# Each change alone saves a seventh to a fifth of step 1's instructions. All
-# three together save half. We have not timed each alone.
+# Each alone saves a seventh to a fifth of step 1's instructions (not timed),
+# and all three save half.
 
 
 @triton.jit
@@ -254,8 +254,8 @@ def forgetful(x):
 page.catches(forgetful, randn=torch.randn(64, 781), stress=x)
 
 # %%
-# All checks here use stress inputs. The next one adds small, odd and wide
-# rows, other dtypes and special values.
+# The next check adds small, odd and wide rows, other dtypes and special
+# values.
 
 page.check_all(softmax_one_row, softmax_rows, softmax_chunks, special=True)
 
@@ -286,8 +286,8 @@ page.steps(eager=softmax_eager, **steps, chunks=softmax_chunks)
 # - From 4096 columns on, step 2 also has one row per program. At 12672 columns
 #   in bfloat16 it is faster than step 1, with as many registers. We do not
 #   know why.
-# - Eager's subtraction and division broadcast a value per row. Their kernel
-#   loads single elements.
+# - Eager would reach 25 % at copy speed. Its kernel that combines x with a
+#   value per row loads single elements.
 
 page.findings()
 

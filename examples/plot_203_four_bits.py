@@ -66,10 +66,10 @@ page.picture.bars("Instructions per weight that arrives", budget, texts)
 # Step 1: shift and mask {gain shift at M=1, N=28672}
 # ---------------------------------------------------
 #
-# A word of 32 bits holds eight codes of one group. Word 0 holds columns 0, 16,
-# 32, ..., 112, word 1 holds columns 1, 17, 33 and so on. So the codes j of
-# words 0 to 15 belong to 16 neighbouring columns of x. Here K is a multiple of
-# 128, and N of 16.
+# A word of 32 bits holds eight codes, and 16 words hold a group. Code j of
+# word w is for its column 16 j + w. So codes of one j in words 0 to 15 are for
+# 16 neighbouring columns of x. K is a multiple of 128, and N of 16. Step 2
+# replaces ``PRODUCTS``.
 
 
 @functools.lru_cache(maxsize=4)  # a weight is packed once
@@ -132,8 +132,8 @@ page.check(matmul_shift, *given)
 # these codes, in *eps*, the distance from 1 to the next float16. *SASS per
 # weight* counts machine instructions of the loop, for one row of x.
 #
-# A program is one warp. It owns four rows of the weight and one row of x, or
-# four elements of the result. A thread loads four words of a row at once. A
+# A program is one warp. It owns four rows of the weight and one row of x: four
+# elements of the result. A thread loads four words of a row at once. A
 # code then takes a shift, a mask, a subtraction, a conversion and a
 # multiply-add: the whole budget.
 
@@ -220,16 +220,16 @@ page.check(matmul_pairs, *given)
 #
 # Steps 1 and 2 spend all their instructions again for each row of x. A tensor
 # core multiplies 16 x 16 weights with *eight* rows of x in one instruction,
-# ``mma.m16n8k16``. The weights are those that ``numbers`` of step 2 makes. The
-# instruction prescribes which of the 32 threads of a warp, its *lanes*, holds
-# which weight:
+# ``mma.m16n8k16``. So a program owns 16 rows of the weight and eight of x. Its
+# four warps take different groups of columns. The instruction prescribes which
+# of the 32 threads of a warp, its *lanes*, holds which weight:
 
 page.picture.operand(lane=5)
 
 # %%
-# So we pack the weight for the lanes. A lane loads eight words, one for each
-# of its places in the figure, and code j of a word is for instruction j. These
-# are 8 x 8 weights, and none has to change its lane.
+# For a group of 128 columns, a warp executes eight such instructions. In each
+# a lane holds eight weights: its places in the figure. So we pack eight words
+# for a lane, one for each place. Code j of a word is for instruction j.
 
 
 @triton.jit
@@ -287,11 +287,11 @@ def matmul_tensor(x, codes, scales, bits=4):
 page.check(matmul_tensor, *given)
 
 # %%
-# In each reshape, an axis counts either lanes or the values within a lane.
-# So a permutation renames places, and moves nothing between lanes. A sum may
-# take its columns in any order: here a lane's eight columns of x are
-# neighbours. The library's kernel asks for the next blocks before it works on
-# these, and reads a weight once for 16 rows:
+# Each axis of ``operand`` counts either lanes or values within a lane. So the
+# permutation only renames values, and Triton's compiler moves none to another
+# lane. The sum over columns may have any order. We chose one in which the
+# eight elements of x for a lane's two instructions are neighbours. The
+# library's kernel loads words ahead, and reads a weight once for 16 rows:
 
 page.source("quantized_matmul", fold=True)
 
@@ -300,8 +300,7 @@ page.source("quantized_matmul", fold=True)
 # -----------------------
 #
 # Rounding a weight to codes costs far more than the errors of kernels above.
-# Group 0 is a whole row. The methods GPTQ and AWQ choose codes for a smaller
-# error.
+# Group 0 is a whole row.
 
 weight = torch.randn(512, 1280, generator=torch.Generator().manual_seed(0))
 page.rounding(given[0], weight, bits=(8, 4), groups=(32, 128, 0))
@@ -321,16 +320,15 @@ page.plot("times", over="M")
 # In the table the weight has 28672 x 8192 codes, and 100 % is a copy of as
 # many bytes as x, codes, scales and y. A code has 4 + 16 / 128 bits, scale
 # included. So float16, which reads 3.9 times as many, cannot exceed 26 %.
-# *tinygemm* is torch's four-bit kernel, in bfloat16. Published times of Marlin
-# are in the evidence.
+# *tinygemm* is torch's four-bit kernel, in bfloat16.
 
 steps = {"shift": matmul_shift, "pairs": matmul_pairs}
 page.steps(float16=matmul_float16, **steps, tensor=matmul_tensor)
 
 # %%
-# Only step 1 exceeds the budget, and too little to explain its time. Each call
-# starts and ends with few loads in flight. Why step 3 loses with one row is
-# unknown.
+# Only step 1 exceeds the budget, but too little to explain its time. Nor do we
+# know why step 3 loses with one row. Every call starts and ends with few loads
+# in flight.
 
 page.findings()
 
@@ -349,7 +347,7 @@ y = fusebook.quantized_matmul(given[0], packed)
 
 # %%
 # **Do not use it** for prompts and training: above 96 rows it converts the
-# whole weight in each call, to 2NK bytes, and multiplies by cuBLAS.
+# whole weight in each call, into 2NK more bytes, and multiplies by cuBLAS.
 
 page.use()
 

@@ -111,7 +111,7 @@ step.check(rows, *given)
 
 # %%
 # The steps of this page compute no loss, so the check compares weights and
-# bias only. The library also avoids atomic additions, whose order changes from
+# bias only. The library avoids atomic additions, whose order changes from
 # run to run: each program writes its part, and a second launch adds all parts
 # in order. In the heading, *warm* means in a :term:`CUDA graph`, with X in L2.
 
@@ -193,7 +193,7 @@ page.picture.lanes(
 def wait_for_all(counter_ptr, target):
     counter = counter_ptr.to(tl.pointer_type(tl.int32))
     tl.debug_barrier()  # all threads of this program have stored
-    tl.atomic_add(counter, 1, sem="release")  # what they stored is seen first
+    tl.atomic_add(counter, 1, sem="release")  # shows what they stored
     while tl.load(counter, volatile=True) < target:
         pass
     tl.atomic_add(counter, 0, sem="acquire")
@@ -228,7 +228,7 @@ def fit_barriers(
         tl.store(part + j, tl.sum(x * r[:, None], 0), mask=j < N)
         tl.store(part + N, tl.sum(r, 0))
         wait_for_all(counter_ptr, (2 * t + 1) * P)  # all parts are written
-        # .cg: past L1, where what was read in the last step may still be
+        # .cg reads from L2: L1 may still hold values of the last step
         g = tl.load(
             parts_ptr + theirs, mask=wanted, other=0.0, cache_modifier=".cg"
         )
@@ -302,9 +302,9 @@ step.catches(textbook, tame=tame, stress=given)
 #
 # Fifty steps, *end to end*: the CPU launch time or the GPU time, whichever is
 # larger (see :doc:`plot_002_measuring`). The line *fusebook steps* shows fifty
-# calls of ``logistic_step``, with two launches each. From some thousand rows
-# on, X no longer fits into the registers of all multiprocessors. There
-# ``logistic_fit`` is a loop of such steps.
+# calls of ``logistic_step``, with two launches each. Where X does not fit into
+# the registers of all multiprocessors, ``logistic_fit`` is a loop of such
+# steps.
 
 page.plot("times", over="N")
 

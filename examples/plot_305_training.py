@@ -163,10 +163,10 @@ page.check(rope_both, *given)
 # Step 3: the gradient is the same kernel
 # ---------------------------------------
 #
-# A rotation is a linear map, y = Tx, so the gradient of x is the transposed
-# map of the gradient of y. A transposed rotation turns back, by the opposite
-# angle: the cosine stays, and the sine changes its sign. So the backward pass
-# launches the same kernel, and needs neither q nor k.
+# A rotation is a linear map, y = Tx. So the gradient of x is that of y,
+# multiplied by the transposed matrix of T. A transposed rotation turns back,
+# by the opposite angle: the cosine stays, and the sine changes its sign. So
+# the backward pass launches the same kernel, and needs neither q nor k.
 
 
 class Rope(torch.autograd.Function):
@@ -181,8 +181,8 @@ class Rope(torch.autograd.Function):
 
 
 # %%
-# The check expects a rotation forward. The backward pass turns back, so we
-# give it -sin: back by -sin is forward by sin.
+# ``page.check`` compares with a rotation forward, but a backward pass turns
+# back. So we call it with -sin: the two signs cancel.
 
 
 def by_gradient(q, k, cos, sin, style="neox"):

@@ -58,7 +58,7 @@ def by_nccl(points, centres):
 # ``parts`` [P, K, D + 1] are sums of groups of points, so three launches
 # follow: one adds the parts, one adds the ranks, and one divides. For a few
 # bytes, latency is all that counts. One kernel can do the three, so **we
-# predict** that two launches and most of NCCL's latency go.
+# predict** that most of what NCCL adds to an iteration goes.
 
 # %%
 # .. _gpus-flag:
@@ -107,7 +107,7 @@ def divide(out_ptr, old_ptr, total, j, a, inside, D):
 # number of the iteration. *Release* means that the flag arrives after all
 # stores before it. A rank that has read its flags with *acquire* also sees
 # what was stored before them. ``memory[r]`` is [sender, turn, K, D + 1, 2]: a
-# place for a flag follows each sum. Step 1 uses one per program, by its first.
+# place for a flag follows each sum. Step 1 uses that of a program's first sum.
 
 
 @triton.jit
@@ -154,9 +154,9 @@ def means_by_flag(
 
 # %%
 # All ranks add in the order of ranks, so all get the same bits. The kernel
-# counts its iterations itself, so it runs in a CUDA graph too. While a GPU
-# reads sums of iteration t, a fast sender writes t + 1 to the other place.
-# Then it needs this GPU's sums of t + 1, sent after those of t were read.
+# counts its iterations itself, so it runs in a CUDA graph too. Two turns are
+# enough: a fast sender may write sums of t + 1 while a GPU reads those of t.
+# To go on to t + 2 it needs that GPU's sums of t + 1, sent after the reading.
 
 
 def launch(kernel, memory, turns, rank, parts, centres, wait=True):
@@ -306,8 +306,8 @@ class SharedMeans:
 # In *weak scaling* each of N GPUs has as many points as a single GPU, so the
 # ideal is the same time. In *strong scaling* all share the points of a single
 # one, so the ideal is its time over N. The table has the share of the ideal.
-# Iterations are in a CUDA graph, and the slowest rank counts. Labels take most
-# of an iteration, so words gain most where more GPUs share the points.
+# Iterations are in a CUDA graph, and the slowest rank counts. Strong scaling
+# shortens the labelling, not the exchange, so step 2 gains most there.
 
 page.steps(
     nccl=by_nccl,
@@ -324,8 +324,8 @@ page.steps(
 #    torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 \
 #        --master-addr first.machine --master-port 29500 plot_402_two_gpus.py
 #
-# The second machine takes ``--node-rank 1``. Symmetric memory is within a
-# machine, so ranks on different machines add by NCCL.
+# The second machine takes ``--node-rank 1``. Ranks on different machines, or
+# on GPUs that cannot map each other's memory, add by NCCL.
 
 # %%
 # Is it correct?
@@ -346,10 +346,10 @@ alike = (torch.cat([given[0][:300]] * 3), *given[1:])
 page.catches(averaged, alike=alike, given=given)
 
 # %%
-# On GPUs, checks split points where a program ends, anywhere, or all to one.
-# Centres of ten iterations are compared bit by bit, with other ranks and one
-# GPU. In a thousand more, ranks take turns to be late. The last two findings
-# are of independent k-means jobs, which one process starts on two GPUs.
+# On GPUs, checks share the points out in three ways: cut between two programs,
+# cut anywhere, and all on one rank. Centres of ten iterations are compared bit
+# by bit, with other ranks and one GPU. In a thousand more, ranks are late in
+# turn. The last finding is of two jobs that one process starts on two GPUs.
 
 page.findings()
 
@@ -361,9 +361,8 @@ page.findings()
 #
 # Each rank chooses its GPU by ``torch.cuda.set_device``, and joins the others
 # by ``dist.init_process_group("nccl")``. It makes the step once, with all
-# others, and calls it with its own points. Where GPUs cannot map each other's
-# memory, NCCL adds the sums. Below, ``rank`` is ``dist.get_rank()`` and
-# ``world`` is ``dist.get_world_size()``.
+# others, and calls it with its own points. Below, ``rank`` is
+# ``dist.get_rank()`` and ``world`` is ``dist.get_world_size()``.
 #
 # .. code-block:: python
 #

@@ -416,8 +416,11 @@ def _most(op: Op, frame: pd.DataFrame, variants: Sequence[str]) -> str:
             return "not measured"
         name = max(found, key=functools.partial(_extra, frame))
         # Of all sizes, as the verdict says it.
-        span = "1.0" if _extra(frame, name) < 1.02 else _span(tables.where(frame, variant=name, status="ok"))
-        return f"{span} x output{f' ({said([name])})' if len(found) > 1 else ''}"
+        rows = tables.where(frame, variant=name, status="ok")
+        beyond = float((rows["peak_bytes"] - _output(rows)).max())
+        more = f" + {_bytes(beyond)}" if beyond >= 2**20 else ""
+        span = f"1.0 x output{more}" if _extra(frame, name) < 1.02 else f"{_span(rows)} x output"
+        return f"{span}{f' ({said([name])})' if len(found) > 1 else ''}"
     most, name = max(((value, name) for value, name in zip(held, found, strict=True) if value is not None))
     return f"{_bytes(most)}{f' ({said([name])})' if len(found) > 1 else ''}" if most else "nothing in a step"
 

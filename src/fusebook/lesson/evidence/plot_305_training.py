@@ -405,6 +405,12 @@ FRAMES = {
 # The page -------------------------------------------------------------------------------------------------------------
 
 GIB = 2**30
+#: Names of implementations without a comma, for lists.
+SAID = {
+    "torch.compile, no mask": "torch.compile without mask",
+    "Fusebook, compiled": "Fusebook in torch.compile",
+    "Fusebook, recompute": "Fusebook with recompute",
+}
 
 
 class TrainingPage(_memory.MemoryPage):
@@ -426,7 +432,7 @@ class TrainingPage(_memory.MemoryPage):
         from fusebook.lesson import picture
 
         frame = self._frame("training")
-        point = _point(frame).drop(index=[*REPLACED, "eager, again"], errors="ignore")
+        point = _point(frame).drop(index=[*REPLACED, "eager, again"], errors="ignore").rename(index=SAID)
         ms, gib = point["ms"].sort_values(ascending=False), point["peak_bytes"] / GIB
         slower = _numbers.compared({name: t / ms["Fusebook"] for name, t in ms.drop("Fusebook")[::-1].items()})
         more = "; ".join(f"{name} {held:.1f}" for name, held in gib.drop("Fusebook").sort_values().items())
@@ -480,7 +486,7 @@ class TrainingPage(_memory.MemoryPage):
         }
         columns = {f"{name}: ms": some["ms"] for name, some in parts.items()}
         columns |= {f"{name}: GiB": some["peak_bytes"] / GIB for name, some in parts.items()}
-        wide = pd.DataFrame(columns).sort_values(next(iter(columns)))
+        wide = pd.DataFrame(columns).sort_values(next(iter(columns))).rename(index=SAID)
         wide.index.name = None
         made = _show.table(
             wide,
@@ -490,10 +496,10 @@ class TrainingPage(_memory.MemoryPage):
         )
         first = _point(frame).filter(like="compile", axis=0)["first_s"]
         left = (
-            "**No mask** is attention without the mask that transformers makes under torch.compile. **Recompute** and "
-            "**compiled** are patched models, with `recompute=True` and under torch.compile. "
-            "Rows with torch.compile, and that of `recompute=True`, are for one model and length: a first step with "
-            f"torch.compile takes {first.min():.0f} to {first.max():.0f} seconds, and more with more layers. "
+            "The **mask** is one that transformers makes under torch.compile, and attention reads. **Recompute** is "
+            "`recompute=True`. We measured the rows with torch.compile or recompute for one model and one length only. "
+            f"Under torch.compile the first step takes {first.min():.0f} to {first.max():.0f} seconds, and more with "
+            "more layers. "
             "Where a step with fewer tokens takes nearly as long, the CPU limits it."
         )
         install = [
