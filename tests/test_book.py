@@ -50,11 +50,11 @@ def recorded(request, tmp_path, monkeypatch):
     monkeypatch.setattr(_place, "live", lambda: False)
     monkeypatch.setattr(bench, "missing", lambda v: None)  # the same rows, with a GPU and without
     monkeypatch.chdir(tmp_path)
-    on = machine(slug="nvidia-h200", name="Made-up GPU")
+    on = machine(slug=machines.SHIPPED, name="Made-up GPU")
     with monkeypatch.context() as patch:
         patch.setattr(explore, "_gpu", lambda: True)
         patch.setattr(explore, "problem", problem)
-        patch.setattr("torch.cuda.get_device_name", lambda *_: "NVIDIA H200")
+        patch.setattr("torch.cuda.get_device_name", lambda *_: machines.SHIPPED)
         for op in map(OPS.get, names):
             if explore.explorable(op):
                 explore.explore(op, cases=4, root=machines.RECORDS)
@@ -85,7 +85,7 @@ def test_random_problems_replay_records_of_some_operators(recorded):
 
 def test_records_of_ones_own_are_shown_before_the_packages(recorded, tmp_path, monkeypatch):
     own = tmp_path / "own" / "nvidia-toy"
-    shutil.copytree(machines.RECORDS / "nvidia-h200", own)
+    shutil.copytree(machines.RECORDS / machines.SHIPPED, own)
     for file in (own / "explored").iterdir():
         if file.stem != "softmax":
             file.unlink()

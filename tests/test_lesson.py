@@ -103,11 +103,11 @@ def test_every_claim_is_evaluated_on_the_record(name, replayed):
 def test_a_claim_on_rows_of_another_gpu_than_its_lessons_says_so(replayed, monkeypatch):
     about = evidence.load("plot_402_two_gpus")
     claim = next(c for c in about.CLAIMS if c.id == "two-jobs-large")
-    monkeypatch.setattr(machines, "places", lambda page="": [machines.RECORDS / "nvidia-h200"])
+    monkeypatch.setattr(machines, "places", lambda: [machines.RECORDS / machines.SHIPPED])
     own = evidence.evaluate(claim, Frames(about)).text
     assert "Measured on" not in own
-    monkeypatch.setattr(machines, "places", lambda page="": [machines.RECORDS / s for s in ("another", "nvidia-h200")])
-    assert evidence.evaluate(claim, Frames(about)).text == own + " Measured on NVIDIA H200."
+    monkeypatch.setattr(machines, "places", lambda: [machines.RECORDS / s for s in ("another", machines.SHIPPED)])
+    assert evidence.evaluate(claim, Frames(about)).text == own + " Measured on NVIDIA H100 80GB HBM3."
 
 
 @pytest.mark.parametrize("name", LESSONS)
@@ -386,12 +386,12 @@ def test_a_mistake_may_take_more_than_one_input(losses):
 
 
 def test_steps_without_a_record_say_so(losses, monkeypatch, tmp_path):
-    monkeypatch.setattr(machines, "places", lambda *_: [tmp_path])
+    monkeypatch.setattr(machines, "places", lambda: [tmp_path])
     assert "no record of cross_entropy_steps" in losses.steps(**dict.fromkeys(losses.about.STEPS, forgetful)).text
 
 
 def test_a_lesson_that_is_not_recorded_says_so_under_its_title(losses, monkeypatch, tmp_path):
-    monkeypatch.setattr(machines, "places", lambda *_: [tmp_path])
+    monkeypatch.setattr(machines, "places", lambda: [tmp_path])
     monkeypatch.setattr(losses.about, "UNRECORDED", True, raising=False)
     monkeypatch.setenv("FUSEBOOK_STRICT", "1")
     box = losses.verdict()
@@ -1123,6 +1123,6 @@ def test_a_run_that_records_takes_all_that_the_evidence_reads(a_gpu, tmp_path, m
     written = {path.relative_to(tmp_path / "records" / "test-gpu").as_posix() for path in tmp_path.rglob("*.csv")}
     assert written == {"softmax.csv", "softmax_backward.csv", "pages/softmax_steps.csv"}, "what is borrowed stays"
     frames = Frames(evidence.load("plot_102_softmax"))
-    monkeypatch.setattr(machines, "places", lambda *_: [tmp_path / "records" / "test-gpu"])
+    monkeypatch.setattr(machines, "places", lambda: [tmp_path / "records" / "test-gpu"])
     assert set(frames["steps"]["step"]) > {"eager", "TorchScript", "fusebook"}
     assert len(frames["large"]) and len(frames["gradient"])

@@ -46,7 +46,7 @@ def alone(monkeypatch, tmp_path):
 @pytest.fixture
 def recorded():
     """A record of a made-up machine that has the name of the default GPU."""
-    on = machine(slug="nvidia-h200", name="Made-up GPU")
+    on = machine(slug=machines.SHIPPED, name="Made-up GPU")
     frame = synthetic.frame(SOFTMAX, "small,large,triton", "float32,bfloat16", on)
     record.write(frame, machines.RECORDS)
     return frame
@@ -129,19 +129,19 @@ def test_without_gpu_and_record_one_sentence_names_the_command():
     with pytest.raises(_results.NoResults) as stop:
         _results.results(SOFTMAX, config="large", dtype="float16")
     assert str(stop.value) == (
-        "There is no CUDA GPU here and no record of softmax on nvidia-h200 to replay: run "
+        f"There is no CUDA GPU here and no record of softmax on {machines.SHIPPED} to replay: run "
         "`python -m fusebook.measure.record softmax --config large --dtype float16` on a machine with a GPU."
     )
     assert "<code>python -m fusebook.measure.record" in stop.value.banner._repr_html_()
 
 
 def test_the_record_of_a_card_that_only_a_page_knows_is_made_with_the_pages():
-    with pytest.raises(_results.NoResults, match="no record of toy on nvidia-h200 to replay: run `nox -s record` on"):
+    with pytest.raises(_results.NoResults, match=f"no record of toy on {machines.SHIPPED} to replay: run `nox -s"):
         _results.results(toy(), config="small")
 
 
 def test_a_config_that_was_not_recorded_is_missed(recorded):
-    with pytest.raises(_results.NoResults, match="no record of softmax for llama in float32 on nvidia-h200"):
+    with pytest.raises(_results.NoResults, match=f"no record of softmax for llama in float32 on {machines.SHIPPED}"):
         _results.results(SOFTMAX, config="large,llama")
 
 
@@ -180,7 +180,7 @@ def test_replay_is_forced_by_the_environment(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     monkeypatch.delenv("FUSEBOOK_GPU", raising=False)
     assert _place.live()
-    monkeypatch.setenv("FUSEBOOK_GPU", "nvidia-h200")
+    monkeypatch.setenv("FUSEBOOK_GPU", machines.SHIPPED)
     assert not _place.live()
 
 
@@ -194,7 +194,7 @@ def test_on_a_gpu_that_triton_no_longer_supports_results_are_replayed(monkeypatc
 
 def test_a_changed_wrapper_makes_its_results_stale():
     op = toy()
-    record.write(synthetic.frame(op, "small", on=machine(slug="nvidia-h200")), machines.RECORDS)
+    record.write(synthetic.frame(op, "small", on=machine(slug=machines.SHIPPED)), machines.RECORDS)
     assert _results.results(op, config="small").attrs["origin"].stale == ()
     frame = _results.results(toy(honest=variant(lambda x: 2 * x)), config="small")
     assert frame.attrs["origin"].stale == ("toy was measured before the code changed (at commit 0123456789ab)",)
@@ -221,7 +221,7 @@ def other():
 
 
 def test_what_a_page_measures_is_recorded_and_replayed(monkeypatch, tmp_path):
-    on = machine(slug="nvidia-h200", name="Made-up GPU")
+    on = machine(slug=machines.SHIPPED, name="Made-up GPU")
     monkeypatch.setattr(_place, "live", lambda: True)
     monkeypatch.setattr(machines, "here", lambda: on)
     monkeypatch.setenv("_FUSEBOOK_RECORD", str(machines.RECORDS))
@@ -254,7 +254,7 @@ def test_what_is_long_is_shown_on_demand():
 
 
 def test_what_a_page_measures_is_missed_by_name():
-    with pytest.raises(_results.NoResults, match="no record of drift on nvidia-h200"):
+    with pytest.raises(_results.NoResults, match=f"no record of drift on {machines.SHIPPED}"):
         _results.measured("drift", drift)
 
 
@@ -392,7 +392,7 @@ def test_a_page_notes_what_it_reads(monkeypatch, recorded, tmp_path):
     _results.results(SOFTMAX, config="large")
     assert noted() == {"softmax.csv", "machine.json"}
     _results.records()
-    assert noted() == {"nvidia-h200", "softmax.csv", "machine.json"}
+    assert noted() == {machines.SHIPPED, "softmax.csv", "machine.json"}
     with pytest.raises(_results.NoResults):
         _results.measured("not_yet", lambda: None, live=False)
     assert noted() == {"not_yet.csv"}
@@ -401,7 +401,7 @@ def test_a_page_notes_what_it_reads(monkeypatch, recorded, tmp_path):
     _show.solution("solutions/plot_1.py")
     assert noted() == {"plot_1.py"}
     rows = drift()
-    rows.attrs["origin"] = bench.Origin(machine(slug="nvidia-h200"), measured=True)
+    rows.attrs["origin"] = bench.Origin(machine(slug=machines.SHIPPED), measured=True)
     record.write(rows, machines.RECORDS, "pages/drift")
     _results.measured("drift", drift)
     assert noted() == {"drift.csv", "machine.json"}

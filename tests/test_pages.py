@@ -92,12 +92,12 @@ def alone(monkeypatch, tmp_path):
 def made_up(tmp_path_factory):
     """A record of everything that the pages ask for, on a made-up GPU; pages only read it."""
     folder = tmp_path_factory.mktemp("records")
-    on = machine(slug="nvidia-h200", name="Made-up GPU")
+    on = machine(slug=machines.SHIPPED, name="Made-up GPU")
     for op in OPS.values():
         record.write(synthetic.frame(op, *everything(op), on), folder)
     # What a page measured by itself has a shape of its own, so it is taken as it was recorded.
     if REAL.exists():
-        shutil.copytree(REAL / "nvidia-h200" / "pages", folder / "nvidia-h200" / "pages")
+        shutil.copytree(REAL / machines.SHIPPED / "pages", folder / machines.SHIPPED / "pages")
     return folder
 
 

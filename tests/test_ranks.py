@@ -474,7 +474,7 @@ def test_a_rank_that_fails_when_the_rows_are_there_is_told(monkeypatch, page):
 def test_a_lesson_records_what_ranks_measured_on_each_number_of_gpus(name, monkeypatch, tmp_path):
     """The ranks' rows come from the record, and GPUs are pretended: each frame is written with its own rows."""
     lesson = evidence.load(name)
-    known = {frame: spec.read(name[5:8]) for frame, spec in lesson.FRAMES.items()}
+    known = {frame: spec.read() for frame, spec in lesson.FRAMES.items()}
     asked = []
 
     def found(worker, gpus):

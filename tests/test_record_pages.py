@@ -235,7 +235,7 @@ def test_stale_pages_are_listed_without_a_gpu_and_one_that_fails_is_among_them(p
     monkeypatch.setattr(record_pages, "BUILD", tmp_path / "build")
     monkeypatch.setattr(record_pages, "visible", list)
     monkeypatch.setattr(record_pages, "RECORDS", tmp_path / "kept")
-    for gpu, seconds in (("nvidia-h200", {"plot_1": 300, "plot_2": 60}), ("nvidia-l4", {"plot_1": 400})):
+    for gpu, seconds in ((machines.SHIPPED, {"plot_1": 300, "plot_2": 60}), ("nvidia-l4", {"plot_1": 400})):
         (tmp_path / "kept" / gpu).mkdir(parents=True)
         (tmp_path / "kept" / gpu / "seconds.json").write_text(json.dumps(seconds))
     for gpu, told in (
@@ -245,7 +245,7 @@ def test_stale_pages_are_listed_without_a_gpu_and_one_that_fails_is_among_them(p
         monkeypatch.setenv("FUSEBOOK_GPU", gpu or "")
         assert record_pages.main(["--stale", "--list"]) == 0
         out = capsys.readouterr().out
-        assert "stale: plot_1, plot_2\n" in out and f"{gpu or 'nvidia-h200'}: about" in out
+        assert "stale: plot_1, plot_2\n" in out and f"{gpu or machines.SHIPPED}: about" in out
         assert [line for line in out.splitlines() if "about" in line][:-1] == [f"nox -s record -- {t}" for t in told]
 
 

@@ -9,7 +9,6 @@ import math
 import os
 import pathlib
 import re
-import sys
 import threading
 
 import pandas as pd
@@ -495,25 +494,13 @@ def test_a_machine_that_keeps_nothing_is_one(why, tmp_path, monkeypatch):
     assert machines._here(0, False) == machine() and not folder.exists()
 
 
-def test_a_page_shows_the_gpu_with_its_newest_whole_record(tmp_path, monkeypatch):
-    monkeypatch.setattr(machines, "RECORDS", tmp_path)
+def test_records_of_the_named_gpu_are_replayed_and_else_of_the_shipped_one(monkeypatch):
     for name in ("FUSEBOOK_GPU", "FUSEBOOK_RECORDS"):
         monkeypatch.delenv(name, raising=False)
-    pages = {"nvidia-h200": ("2026-01-01", ["plot_102_x", "plot_104_y"]), "new": ("2026-02-02", ["plot_102_x"])}
-    for slug, (date, names) in pages.items():
-        machines.save(machine(slug=slug, date=date), tmp_path / slug / "machine.json")
-        (tmp_path / slug / "seconds.json").write_text(json.dumps(dict.fromkeys(names, 1.0)))
-    found = {page: [place.name for place in machines.places(page)] for page in ("102", "104", "999", "")}
-    assert found.pop("102") == ["new", "nvidia-h200"], "which has what the newer record lacks"
-    assert set(map(tuple, found.values())) == {("nvidia-h200",)}
-    assert record.path("softmax").parent.name == "new" and record.path("rms_norm").parent.name == "nvidia-h200"
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "examples/plot_102_softmax.py", raising=False)
-    assert machines.slug() == "new"
+    assert [place.name for place in machines.places()] == [machines.SHIPPED] and machines.SHIPPED in machines.slugs()
     monkeypatch.setenv("FUSEBOOK_GPU", "nvidia-h200")
-    assert [place.name for place in machines.places("102")] == ["nvidia-h200"]
-    monkeypatch.delenv("FUSEBOOK_GPU")
-    (tmp_path / "new" / "seconds.json").write_text("[]")
-    assert machines.slug() == "nvidia-h200"
+    assert machines.places() == [machines.RECORDS / "nvidia-h200"]
+    assert record.path("softmax").parent.name == machines.slug() == "nvidia-h200"
 
 
 def test_an_unknown_machine_is_named():

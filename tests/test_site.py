@@ -660,11 +660,11 @@ def test_a_new_kernel_needs_five_files_and_no_list(tmp_path):
         if importlib.util.find_spec(module.split(".")[0]):
             held = run("-m", module, *words)
             assert held.returncode == 0, held.stdout + held.stderr
-    shown = run(page, FUSEBOOK_GPU="nvidia-h200", MPLBACKEND="agg")
+    shown = run(page, FUSEBOOK_GPU="nvidia-h100-80gb-hbm3", MPLBACKEND="agg")
     assert "one_pass is correct on 64 x 781" in shown.stdout, shown.stdout + shown.stderr
     assert f"There is no CUDA GPU here and no record of {name}" in shown.stdout and shown.returncode == 0
     assert "Traceback" not in shown.stderr
-    strict = run(page, FUSEBOOK_GPU="nvidia-h200", MPLBACKEND="agg", FUSEBOOK_STRICT="1")
+    strict = run(page, FUSEBOOK_GPU="nvidia-h100-80gb-hbm3", MPLBACKEND="agg", FUSEBOOK_STRICT="1")
     assert strict.returncode == 1 and strict.stderr.strip().startswith("There is no CUDA GPU here and no record")
 
 

@@ -41,7 +41,7 @@ def package(tmp_path, monkeypatch):
     monkeypatch.setattr(machines, "RECORDS", tmp_path / "package")
     monkeypatch.setenv("FUSEBOOK_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    record.write(made_up(slug="nvidia-h200", name="Shipped GPU"), machines.RECORDS)
+    record.write(made_up(slug=machines.SHIPPED, name="Shipped GPU"), machines.RECORDS)
     return tmp_path
 
 
@@ -151,14 +151,14 @@ def test_it_works_where_it_is_installed_inside_another_project(tmp_path):
 def compared(mine, theirs, *argv):
     record.write(mine, "mine")
     record.write(theirs, machines.RECORDS)
-    return compare.main(["mine", "nvidia-h200", *argv])
+    return compare.main(["mine", machines.SHIPPED, *argv])
 
 
 def test_two_gpus_are_compared_point_by_point(package, capsys):
     silu = made_up(times=3.0, op=OPS["silu"], copy=2e12)
     record.write(silu, "mine")
-    record.write(made_up(op=OPS["silu"], slug="nvidia-h200"), machines.RECORDS)
-    assert compared(made_up(times=0.5, copy=2e12), made_up(slug="nvidia-h200")) == 0
+    record.write(made_up(op=OPS["silu"], slug=machines.SHIPPED), machines.RECORDS)
+    assert compared(made_up(times=0.5, copy=2e12), made_up(slug=machines.SHIPPED)) == 0
     told = capsys.readouterr().out
     assert "mine:   Made-up GPU" in told and re.search(r"copy, GB/s +2000 +4000 +0\.500", told)
     assert re.search(r"exp +2 +0\.50. +0\.50. +0\.50. +faster throughout", told)
@@ -170,7 +170,7 @@ def test_two_gpus_are_compared_point_by_point(package, capsys):
     [(1.015, 0.0, "alike"), (1.03, 0.0, "slower"), (1.03, 0.05, "alike"), (0.9, 0.05, "faster"), (0.97, 0.05, "alike")],
 )
 def test_a_verdict_knows_the_noise(package, times, spread, verdict):
-    frames = [made_up("64x64", times=t, slug=slug) for t, slug in ((times, "made-up"), (1.0, "nvidia-h200"))]
+    frames = [made_up("64x64", times=t, slug=slug) for t, slug in ((times, "made-up"), (1.0, machines.SHIPPED))]
     for frame in frames:
         frame["gpu_us_20"], frame["gpu_us_80"] = frame["gpu_us"] * (1 - spread), frame["gpu_us"] * (1 + spread)
     found = compare.points(*frames)
@@ -178,7 +178,7 @@ def test_a_verdict_knows_the_noise(package, times, spread, verdict):
 
 
 def test_each_gpu_has_a_roof_of_its_own_and_what_is_as_fast_as_another_way_is_ahead(package):
-    mine, theirs = made_up("64x64", copy=2e12), made_up("64x64", slug="nvidia-h200")
+    mine, theirs = made_up("64x64", copy=2e12), made_up("64x64", slug=machines.SHIPPED)
     for frame in (mine, theirs):
         ours, others = frame["variant"].eq("fusebook"), ~frame["variant"].isin(["fusebook", "eager"])
         frame.loc[ours, "gpu_us"] = 1.01 * frame.loc[frame["variant"].eq("eager"), "gpu_us"].item()
@@ -215,7 +215,7 @@ def another_version(folder):
         (two_gpus, ["mine"], "mine holds another, made-up: name one of them, such as mine/another"),
         (no_machine, ["mine"], "mine is neither a folder with a machine.json"),
         (another_version, ["mine"], "not a machine.json of this version"),
-        (None, ["no-such"], "nor a GPU that the package has: nvidia-h200"),
+        (None, ["no-such"], f"nor a GPU that the package has: {machines.SHIPPED}"),
         (None, ["mine", "--variant", "nobody"], "no point in common that 'nobody' was timed at"),
     ],
 )
@@ -229,7 +229,7 @@ def test_what_cannot_be_compared_is_refused_with_a_sentence(package, capsys, spo
 
 
 def test_other_sizes_are_no_comparison(package, capsys):
-    assert compared(made_up("8x8"), made_up(slug="nvidia-h200")) == 1
+    assert compared(made_up("8x8"), made_up(slug=machines.SHIPPED)) == 1
     assert "have no point in common" in capsys.readouterr().err
 
 
@@ -248,7 +248,7 @@ def test_your_records_are_replayed_first_and_the_packages_where_you_have_none(pa
 
 
 def test_your_records_of_the_same_gpu_are_not_taken_for_the_packages(package, monkeypatch):
-    record.write(made_up("64x64", slug="nvidia-h200", name="Yours"), "mine")
+    record.write(made_up("64x64", slug=machines.SHIPPED, name="Yours"), "mine")
     monkeypatch.setenv("FUSEBOOK_RECORDS", "mine")
     assert results(EXP, config="64x64").attrs["origin"].machine.name == "Yours"
 
@@ -344,7 +344,7 @@ def test_the_site_shows_both_side_by_side_in_tabs_that_follow_each_other(tmp_pat
     labels = re.findall(r'<label [^>]*data-sync-group="gpu" data-sync-id="(\w+)"[^>]*>\s*([^<]+)<', page)
     assert [(key, label.strip()) for key, label in labels] == [
         ("yours", "Yours: Made-up GPU"),
-        ("shipped", "NVIDIA H200, shipped"),
+        ("shipped", "NVIDIA H100 80GB HBM3, shipped"),
     ] * 3  # the table, the picture, and the file
     times = [re.findall(r"<td>([\d,.]+)</td>", part) for part in page.split("sd-tab-content")]
     assert times[1] and times[2] and times[1] != times[2]

@@ -162,12 +162,12 @@ def hardware(about, frames):
     return "\n".join(parts) or "<p>Not recorded.</p>"
 
 
-def random_problems(op, number):
+def random_problems(op):
     """The problems of an operator that were drawn at random, and whether its target is met."""
     from fusebook.lesson import _place, _show
     from fusebook.measure import explore, machine
 
-    for place in machine.places(number):
+    for place in machine.places():
         if (file := explore.path(place.name, op.name, place.parent)).exists():
             _place.note(file)
             frame = explore.read(op, place.name, place.parent)
@@ -254,7 +254,7 @@ def page(name):
         ("first", "First calls and compiled kernels", each(first_calls)),
         ("losses", "Where another implementation is faster", each(elsewhere)),
         ("hardware", "Registers and hardware counters", raw(hardware(about, frames)) if ops else ""),
-        ("random", "Random problems", "\n".join(raw(random_problems(op, name.split("_")[1])) for op, _ in every)),
+        ("random", "Random problems", "\n".join(raw(random_problems(op)) for op, _ in every)),
         ("provenance", "Provenance", raw(origin(frames, about))),
         ("log", "Log", raw(log)),
     ]
@@ -273,7 +273,7 @@ def stamp(name):
     digest = hashlib.sha256()
     for path in sorted(made_from):
         digest.update(path.read_bytes())
-    for place in machine.places(name.split("_")[1]):
+    for place in machine.places():
         for path in sorted(place.rglob("*.csv")):
             digest.update(f"{path} {path.stat().st_mtime_ns}\n".encode())
     return digest.hexdigest()

@@ -174,14 +174,14 @@ class Book:
     # History
 
     def history(self) -> Shown:
-        """The box: how many statements of each source hold."""
+        """The box: how many statements of each source hold, and on which GPU."""
         lines = []
         for source, about in history.SOURCES.items():
-            found = [outcome for lesson in about or [""] for outcome in _statements(lesson)]
-            held = [o.holds for o in found if o.holds is not None]
+            found, on = zip(*(_statements(lesson) for lesson in about or [""]), strict=True)
+            held = [o.holds for outcomes in found for o in outcomes if o.holds is not None]
             what = "statements" if about else "pieces of advice"
             if held:
-                lines.append(f"**{source}.** {sum(held)} of {len(held)} {what} hold.")
+                lines.append(f"**{source}.** {sum(held)} of {len(held)} {what} hold on {_joined(sorted(set(on)))}.")
         return _box(lines)
 
     def advice(self) -> Shown:
@@ -194,8 +194,10 @@ class Book:
             rows[one.then] = {"holds": holds, "measured": found.text, "now": one.now}
         frame = pd.DataFrame.from_dict(rows, orient="index").rename_axis("advice of 2012 to 2014")
         held = int(frame["holds"].eq("yes").sum())
-        origin = _numbers.origin(frames["answers"])
-        return _show.table(frame, f"{held} of {len(frame)} pieces of advice hold; {origin}", fold=False)
+        where = _show.gathered(*frames.known.values())
+        commits = [commit[:12] for commit in where.commits if " " not in commit]  # others name a version
+        made = f"record of {where.machine.name}, {where.dates[-1]}, commits {_joined(commits)}"
+        return _show.table(frame, f"{held} of {len(frame)} pieces of advice hold; {made}", fold=False)
 
     def statements(self, lesson: str) -> Shown:
         """Published statements behind a lesson, and whether they hold here.
@@ -205,7 +207,7 @@ class Book:
         lesson : str
             Its name.
         """
-        found = _statements(lesson)
+        found, on = _statements(lesson)
         if not found:
             return Shown("", "")
         holds = {True: "yes", False: "no", None: ""}
@@ -213,18 +215,21 @@ class Book:
         judged = [o for o in found if o.holds is not None]
         held = sum(o.holds is True for o in judged)
         address = html.escape(_numbers.site(f"evidence/{lesson}"))
-        shown = _show.table(frame.set_index("statement"), f"{held} of {len(judged)} statements hold", fold=False)
+        shown = _show.table(
+            frame.set_index("statement"), f"{held} of {len(judged)} statements hold on {on}", fold=False
+        )
         link = f'<p><a href="{address}">The condition and the rows of each</a>.</p>' if address else ""
         return Shown(shown._repr_html_() + link, repr(shown))
 
 
-def _statements(lesson: str) -> list[evidence.Outcome]:
-    """What became of the published statements behind a lesson; without a name, of the advice of 2012."""
+def _statements(lesson: str) -> tuple[list[evidence.Outcome], str]:
+    """What became of the published statements behind a lesson, and the GPU; without a name, of the advice of 2012."""
     about = history if not lesson else evidence.load(lesson) if lesson in evidence.lessons() else None
     if about is None:
-        return []
+        return [], ""
     frames = evidence.Frames(about)
-    return [evidence.evaluate(one, frames) for one in about.CLAIMS if one.kind == "statement"]
+    found = [evidence.evaluate(one, frames) for one in about.CLAIMS if one.kind == "statement"]
+    return found, machine.recorded(frames.gpu).name
 
 
 def _every(name: str, frame: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:

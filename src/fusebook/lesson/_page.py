@@ -133,7 +133,7 @@ class Page:
         spec, known = self.about.FRAMES["sweep"], self.frames.known
         if "sweep" not in known and spec.borrowed and _recording():  # measured by the page that records it
             with contextlib.suppress(NotRecorded):
-                known["sweep"] = spec.read(self.frames.number)
+                known["sweep"] = spec.read()
         if "sweep" not in known:
             known["sweep"] = self.asked.results(variants=spec.variants)
         return self.frames["sweep"]

@@ -1,4 +1,4 @@
-"""Two GPUs by their records: ``python -m fusebook.measure.compare my-gpu nvidia-h200``.
+"""Two GPUs by their records: ``python -m fusebook.measure.compare my-gpu``.
 
 A record is a folder that ``python -m fusebook.measure.record --all --out my-gpu`` wrote, or the name of a GPU that the
 package has. Two points differ if their medians are more than 2 % apart and their ranges, from the 20 to the 80 %

@@ -32,15 +32,15 @@ from fusebook.measure.op import Cost
 
 __all__ = [
     "NEWEST", "RECORDS", "SHIPPED", "Machine", "aten", "beside_torch", "cache_folder", "clocks_and_power",
-    "current", "here", "newest", "overrides", "page_number", "places", "recorded", "seconds", "slug", "slug_of",
-    "slugs", "versions",
+    "current", "here", "overrides", "page_number", "places", "recorded", "seconds", "slug", "slug_of", "slugs",
+    "versions",
 ]  # fmt: skip
 
 #: Where the records of the package lie, a folder a GPU.
 RECORDS = pathlib.Path(__file__).parents[1] / "records"
 
 #: The GPU whose records are replayed unless another is asked for.
-SHIPPED = "nvidia-h200"
+SHIPPED = "nvidia-h100-80gb-hbm3"
 
 #: The newest releases that this version of the package is tested with.
 NEWEST = {"torch": "2.13", "triton": "3.9"}
@@ -57,7 +57,7 @@ class Machine:
     Attributes
     ----------
     name, slug : str
-        As the driver names it, and as a folder name, e.g. ``nvidia-h200``.
+        As the driver names it, and as a folder name, e.g. ``nvidia-h100-80gb-hbm3``.
     sms : int
         Streaming multiprocessors.
     l2, memory : int
@@ -603,7 +603,7 @@ def checked_slug(slug: str) -> str:
         Names what was given.
     """
     if not slug or slug_of(slug) != slug:
-        raise ValueError(f"machine: expected the folder of a GPU such as nvidia-h200, of a-z, 0-9 and -, got {slug!r}")
+        raise ValueError(f"machine: expected the folder of a GPU such as {SHIPPED}, of a-z, 0-9 and -, got {slug!r}")
     return slug
 
 
@@ -614,7 +614,7 @@ def slugs() -> list[str]:
 
 #: Variables of earlier versions, and what to do instead.
 _REMOVED = {
-    "FUSEBOOK_REPLAY": "set FUSEBOOK_GPU to the recorded GPU to replay, such as nvidia-h200",
+    "FUSEBOOK_REPLAY": "set FUSEBOOK_GPU to the recorded GPU to replay, such as nvidia-h100-80gb-hbm3",
     "FUSEBOOK_PART": "nox -s record -- --gpus all records one page per GPU",
     "FUSEBOOK_DUE": "nox -s record -- --stale --list names the pages that are stale",
     "FUSEBOOK_TRITON": "records are not stamped again; nox -s record -- --stale records stale pages",
@@ -646,26 +646,11 @@ def page_number(name: str = "") -> str:
     return found[1] if found else ""
 
 
-def newest(page: str) -> str:
-    """The GPU of the package with the newest whole record of the page of this number; `SHIPPED` if none has one."""
-    found = []
-    for file in RECORDS.glob("*/seconds.json"):  # it names the pages that were recorded there
-        with contextlib.suppress(OSError, ValueError):
-            if page and page in map(page_number, seconds(file)):
-                found.append((load(file.with_name("machine.json")).date, file.parent.name))
-    return max(found)[1] if found else SHIPPED
-
-
-def places(page: str = "") -> list[pathlib.Path]:
+def places() -> list[pathlib.Path]:
     """The folders of the recorded GPUs that are replayed; the first that has a record counts.
 
     First that of FUSEBOOK_RECORDS, a folder as ``python -m fusebook.measure.record --all`` writes, if it is set. Then,
-    in the package, that of FUSEBOOK_GPU, or else that of the newest whole record of a page. Then ``nvidia-h200``.
-
-    Parameters
-    ----------
-    page : str
-        The number of a page; of the one that runs by default.
+    in the package, that of FUSEBOOK_GPU, or else of `SHIPPED`.
 
     Raises
     ------
@@ -674,9 +659,9 @@ def places(page: str = "") -> list[pathlib.Path]:
     """
     refuse_removed_variables()
     wish = os.environ.get("FUSEBOOK_GPU", "")
-    shipped = RECORDS / checked_slug(wish or newest(page or page_number()))
+    shipped = RECORDS / checked_slug(wish or SHIPPED)
     if not (given := os.environ.get("FUSEBOOK_RECORDS")):
-        return [shipped] if wish else list(dict.fromkeys([shipped, RECORDS / SHIPPED]))
+        return [shipped]
     found = sorted(f.parent for f in pathlib.Path(given).resolve().glob("*/machine.json"))
     if len(found) > 1 and wish:
         found = [folder for folder in found if folder.name == wish]

@@ -40,6 +40,8 @@ KERNELS
 taking, missing, timed, to_count, TABLE
     Optional: how steps are called and timed, where that needs more than the card's inputs; see
     `fusebook.lesson._launches`.
+GPU
+    Optional: the recorded GPU that all of it is about, where that is not the replayed one.
 CLAIMS, LOG
     Every `Claim`; and paragraphs on what was tried.
 """
@@ -50,6 +52,7 @@ import contextlib
 import dataclasses
 import importlib
 import operator
+import pathlib
 import re
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,6 +81,11 @@ class NotRecorded(LookupError):
     """Neither this run nor a record has what a claim reads."""
 
 
+def _places(gpu: str) -> list[pathlib.Path]:
+    """The folders in which rows are looked for: of the GPU of that name, or of the replayed ones."""
+    return [machine.RECORDS / gpu] if gpu else machine.places()
+
+
 @dataclass(frozen=True)
 class Recorded:
     """Rows of an operator's record, as a lesson asks for them.
@@ -96,10 +104,10 @@ class Recorded:
     variants: tuple[str, ...] | None = None
     borrowed: bool = False
 
-    def read(self, page: str = "") -> pd.DataFrame:
-        """The rows of the GPU that is replayed for a page, by its number."""
+    def read(self, gpu: str = "") -> pd.DataFrame:
+        """The rows of a recorded GPU, by default of the one that is replayed."""
         op = OPS[self.op]
-        for place in machine.places(page):
+        for place in _places(gpu):
             if (place / f"{self.op}.csv").exists():
                 _place.note(place / f"{self.op}.csv")
                 try:
@@ -128,9 +136,9 @@ class Measured:
     older: Mapping[str, str] = field(default_factory=dict)
     function: Callable[[], pd.DataFrame] | None = None
 
-    def read(self, page: str = "") -> pd.DataFrame:
-        """The rows of the GPU that is replayed for a page, under today's names."""
-        for place in machine.places(page):
+    def read(self, gpu: str = "") -> pd.DataFrame:
+        """The rows of a recorded GPU, by default of the one that is replayed, under today's names."""
+        for place in _places(gpu):
             if (place / "pages" / f"{self.name}.csv").exists():
                 _place.note(place / "pages" / f"{self.name}.csv")
                 frame = record.read(f"pages/{self.name}", place.name, place.parent)
@@ -159,15 +167,15 @@ class Frames(Mapping[str, Any]):
         self.about, self.replay = about, replay
         self.known: dict[str, pd.DataFrame] = {}
         self.elsewhere: set[str] = set()  # other GPUs than the lesson's, of frames read since this was emptied
-        self.number = getattr(about, "NUMBER", about.__name__.rpartition("plot_")[2][:3])
+        self.gpu = getattr(about, "GPU", "")
 
     def __getitem__(self, name: str) -> pd.DataFrame:
         if name not in self.known:
             if not self.replay:
                 raise NotRecorded(f"{name} was not measured in this run")
-            self.known[name] = self.about.FRAMES[name].read(self.number)
+            self.known[name] = self.about.FRAMES[name].read(self.gpu)
         found = getattr(self.known[name].attrs.get("origin"), "machine", None)
-        if self.replay and found and found.slug != machine.places(self.number)[0].name:
+        if self.replay and found and found.slug != (self.gpu or machine.slug()):
             self.elsewhere.add(found.name)
         return self.known[name]
 

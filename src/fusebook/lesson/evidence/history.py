@@ -15,10 +15,10 @@ from fusebook.lesson.evidence import Claim, Frames, Measured, Recorded
 with extra("book"):
     import pandas as pd
 
-__all__ = ["ADVICE", "CLAIMS", "FRAMES", "NUMBER", "SOURCES", "Advice"]
+__all__ = ["ADVICE", "CLAIMS", "FRAMES", "GPU", "SOURCES", "Advice"]
 
-#: Of the page that these belong to.
-NUMBER = "001"
+#: The page measured these on one GPU, once. It measures nothing today.
+GPU = "nvidia-h200"
 
 #: What the book grew from, and the lessons on each; the manual has none of its own.
 SOURCES: dict[str, tuple[str, ...]] = {

@@ -160,12 +160,12 @@ class _Ways(Measured):
 class _Compiled(Measured):
     """The compiled functions; an older record has them among the steps."""
 
-    def read(self, page: str = "") -> pd.DataFrame:
-        """The rows of the GPU that is replayed for a page."""
+    def read(self, gpu: str = "") -> pd.DataFrame:
+        """The rows of a recorded GPU, by default of the one that is replayed."""
         try:
-            return super().read(page)
+            return super().read(gpu)
         except NotRecorded:
-            found = Measured("launching_ways", {"way": "step", "host us": "launch_us"}).read(page)
+            found = Measured("launching_ways", {"way": "step", "host us": "launch_us"}).read(gpu)
             return found[found["step"].str.contains("torch.compile|reduce-overhead")]
 
 

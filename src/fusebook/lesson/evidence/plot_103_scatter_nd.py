@@ -140,7 +140,7 @@ class _Steps(Measured):
         if "shape" not in frame:
             sizes = frame[["R", "D", "n"]].astype(int).astype(str)
             frame = frame.assign(shape=sizes["R"] + "x" + sizes["D"] + "x" + sizes["n"], dtype="float32")
-            parts = [tables.where(FRAMES[name].read("103"), variant="fusebook", law="uniform") for name in _COPIED]
+            parts = [tables.where(FRAMES[name].read(), variant="fusebook", law="uniform") for name in _COPIED]
             known = tables.where(pd.concat(parts), dtype="float32")
             sizes = known[["R", "D", "n"]].astype(int).astype(str)
             copied = dict(zip(sizes["R"] + "x" + sizes["D"] + "x" + sizes["n"], known["copy_us"], strict=True))

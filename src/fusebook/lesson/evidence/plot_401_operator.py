@@ -154,7 +154,7 @@ class _Steps(Measured):
         large = frame.assign(step=frame["step"].map(_OLDER), shape="8192x8192", dtype="float32")
         large = large[large["step"].notna()].rename(columns={"right": "correct", "cold us": "gpu_us"})
         large = large.assign(end_to_end_us=large["gpu_us"])  # a launch takes less
-        us = Measured("operator_costs", {"way": "step"}).read("401").set_index("step")["host us"]
+        us = Measured("operator_costs", {"way": "step"}).read().set_index("step")["host us"]
         small = pd.DataFrame({c: us.rename(index=names)[[*names.values()]] for c, names in _COSTS.items()})
         small = small.rename_axis("step").reset_index().assign(shape="64x64", dtype="float32")
         small["end_to_end_us"] = small["launch_us"]  # the GPU needs less for 4096 elements
