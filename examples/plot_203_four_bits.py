@@ -68,8 +68,7 @@ page.picture.bars("Instructions per weight that arrives", budget, texts)
 #
 # A word of 32 bits holds eight codes, and 16 words hold a group. Code j of
 # word w is for its column 16 j + w. So codes of one j in words 0 to 15 are for
-# 16 neighbouring columns of x. K is a multiple of 128, and N of 16. Step 2
-# replaces ``PRODUCTS``.
+# 16 neighbouring columns of x. K is a multiple of 128, and N of 16.
 
 
 @functools.lru_cache(maxsize=4)  # a weight is packed once
@@ -91,7 +90,7 @@ def one_row(
     for start in range(0, W, BLOCK):
         at = start + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
         words = tl.load(q_ptr + n * W + at, mask=(at < W) & (n < N), other=0)
-        part = PRODUCTS(words, x_ptr, at, W, PLAIN)  # [ROWS, BLOCK]
+        part = PRODUCTS(words, x_ptr, at, W, PLAIN)  # shifted: [ROWS, BLOCK]
         part = tl.sum(tl.reshape(part, [ROWS, BLOCK // WORDS, WORDS]), 2)
         some = start + tl.arange(0, BLOCK // WORDS)[None, :] * WORDS
         inside = (some < W) & (n < N)
@@ -228,8 +227,8 @@ page.picture.operand(lane=5)
 
 # %%
 # For a group of 128 columns, a warp executes eight such instructions. In each
-# a lane holds eight weights: its places in the figure. So we pack eight words
-# for a lane, one for each place. Code j of a word is for instruction j.
+# a lane holds eight weights: its places in the figure. So a lane gets a word
+# for each place, and code j of a word is for instruction j.
 
 
 @triton.jit
