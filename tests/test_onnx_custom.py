@@ -67,6 +67,23 @@ def test_whole_numbers_and_booleans_pass(dtype, device):
     assert torch.equal(graph(op, device, {"x": dtype}, {"y": dtype})({"x": x})["y"], x.flip(0))
 
 
+@pytest.mark.parametrize("wrap", [torch.func.grad, torch.func.functionalize], ids=lambda w: w.__name__)
+def test_a_graph_of_plain_tensors_runs_inside_a_transform(wrap, device):
+    op = custom_op("Twice", lambda x: x * 2, {"x": torch.float32}, {"y": torch.float32})
+    both = one_node("Twice", op.inputs, op.outputs)
+    both.graph.output.append(both.graph.input[0])  # which is copied into the memory for it
+    x = torch.arange(6.0, device=device).view(2, 3).T
+    bound, memory, found = x.contiguous(), torch.empty(3, 2, device=device), []
+
+    def of(a):
+        made = Graph(both, device=device, ops=[op])
+        found.extend([made({"x": x}), made.bind({"x": bound}, {"x": memory})()])
+        return a.sum()
+
+    wrap(of)(torch.ones(2, device=device))
+    assert all(torch.equal(f["y"], x * 2) and torch.equal(f["x"], x) for f in found) and found[1]["x"] is memory
+
+
 def test_nothing_is_copied(device):
     seen = []
     op = unary(launcher=lambda x, out: seen.extend([x.data_ptr(), out.data_ptr()]) or out.copy_(x))

@@ -9,6 +9,7 @@ ONNX Runtime's stream.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import errno
 import functools
@@ -24,13 +25,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from fusebook.kernels._call import INTERPRETED
+from fusebook.kernels._call import INTERPRETED, _private, _transforms
 from fusebook.measure.machine import cache_folder
 
 __all__ = ["CustomOp", "custom_op", "register"]
@@ -194,6 +195,23 @@ def _of_capsule(managed: int) -> Tensor:
     return from_dlpack(_capsule(managed, b"dltensor", None))
 
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+_outside = _private("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack", contextlib.nullcontext)
+
+
+def untransformed(function: _F) -> _F:
+    """A function that runs outside of torch.func's transforms, which wrap what it makes and refuse what it writes."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **options: Any) -> Any:
+        if not _transforms():
+            return function(*args, **options)
+        with _outside():
+            return function(*args, **options)
+
+    return called  # type: ignore[return-value]
+
+
 # Kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -207,6 +225,7 @@ class _Kernel:
         self.attributes = attributes
         self.pool: Any = None  # what a launcher allocates while a graph is captured belongs to that graph
 
+    @untransformed
     def run(self, inputs: Any, running: int, stream: int, device: int) -> None:
         op = self.op
         given: list[Tensor | None] = []

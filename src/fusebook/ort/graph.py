@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fusebook.kernels._call import _modes, _tracing, integer
-from fusebook.ort.custom import _ELEMENTS, CustomOp, register
+from fusebook.ort.custom import _ELEMENTS, CustomOp, register, untransformed
 
 __all__ = ["Bound", "Graph"]
 
@@ -94,6 +94,7 @@ class Graph:
     >>> graph({"x": torch.randn(3, 5, device="cuda")})["y"]  # doctest: +SKIP
     """
 
+    @untransformed
     def __init__(
         self,
         model: Any,
@@ -225,6 +226,7 @@ class Graph:
 class Bound:
     """A graph with its tensors; made by `Graph.bind`. Calling it runs the graph and returns its outputs by name."""
 
+    @untransformed
     def __init__(
         self, graph: Graph, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], *, copied: bool = False
     ) -> None:
@@ -275,6 +277,7 @@ class Bound:
     def _allocate(self, name: str) -> None:
         self._binding.bind_output(name, self.graph.device.type, self.graph.device.index or 0)
 
+    @untransformed
     def __call__(self) -> dict[str, Tensor]:
         """Run on what the bound tensors hold now.
 
@@ -489,4 +492,6 @@ def _place(value: Tensor, graph: Graph) -> tuple[str, int, int, Sequence[int], i
 def _over_its_memory(value: Any) -> Tensor:
     """What ONNX Runtime allocated, as a tensor over the same memory."""
     tensor = torch.from_dlpack(value)
+    if not tensor.numel():  # ONNX Runtime gives it strides of 0
+        tensor = tensor.new_empty(tensor.shape)
     return tensor.bool() if value.data_type() == "tensor(bool)" else tensor
