@@ -115,8 +115,8 @@ page.check(softmax_one_row, x)
 # columns is padded to 16384, so each thread has 128 values, one in each
 # register, and needs more registers for intermediate values. The 65536
 # registers of a :term:`multiprocessor` hold at most three such programs, where
-# 16 small ones could run. In bfloat16 these are too few to keep loads in
-# flight while others compute.
+# 16 small ones could run. In bfloat16 three are too few for some to load while
+# others compute.
 
 # %%
 # .. _softmax-rows:
@@ -126,11 +126,11 @@ page.check(softmax_one_row, x)
 #
 # With 256 columns, each of a program's 128 threads has two elements. The
 # threads find the maximum in 7 steps, as 2**7 is 128: in each, a thread gets a
-# value of another one. The sum takes 7 more. All this for two elements makes
-# some fifty instructions per element. An H100 has time for about 80 in
-# float32, and for 40 in bfloat16, which has half the bytes. Here a program
-# owns several rows and a thread 32 elements, which halves the instructions
-# per element. Comments mark changes.
+# value of another one. The sum takes 7 more. With the rest of the kernel,
+# these make some fifty instructions per element. An H100 has time for about 80
+# in float32, and for 40 in bfloat16, which has half the bytes. Here a program
+# owns several rows and a thread 32 elements, which halves the instructions per
+# element. Comments mark changes.
 
 page.picture.tile(rows=3, columns=12, block=16, per=2)
 
@@ -280,14 +280,14 @@ page.steps(eager=softmax_eager, **steps, chunks=softmax_chunks)
 # %%
 # - At 256 columns, three quarters of step 3's chunk are padding.
 # - At 781 columns, rows do not begin at multiples of 16 bytes, so each load
-#   fetches one element. In bfloat16, half the bytes need as many instructions,
+#   fetches one element. bfloat16 has half the bytes but as many instructions,
 #   which decide the time. The library gives such rows to single warps, which
 #   exchange values in fewer steps.
 # - From 4096 columns on, step 2 also has one row per program. At 12672 columns
 #   in bfloat16 it is faster than step 1, with as many registers. We do not
 #   know why.
-# - Eager would reach 25 % at copy speed. Its kernel that combines x with a
-#   value per row loads single elements.
+# - Eager moves 4x the bytes, so its limit is 25 %. Its kernels that subtract
+#   and divide load single elements.
 
 page.findings()
 

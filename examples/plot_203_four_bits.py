@@ -54,7 +54,7 @@ def matmul_float16(x, codes, scales, bits=4):
 # :term:`multiprocessor` issues one per clock, for 32 threads. If they take
 # longer than the bytes, memory waits. By an H100's data sheet:
 
-issued = 132 * 4 * 32 * 1.98e9  # per second: multiprocessors to clock
+issued = 132 * 4 * 32 * 1.98e9  # multiprocessors, schedulers, threads, Hz
 unit = issued / 3.35e12 / 8  # for each bit that the memory delivers
 budget = {f"{n} bits": n * unit for n in (16, 8, 4)}
 texts = {name: f"{count:.1f}" for name, count in budget.items()}
@@ -67,8 +67,8 @@ page.picture.bars("Instructions per weight that arrives", budget, texts)
 # ---------------------------------------------------
 #
 # A word of 32 bits holds eight codes, and 16 words hold a group. Code j of
-# word w is for its column 16 j + w. So codes of one j in words 0 to 15 are for
-# 16 neighbouring columns of x. K is a multiple of 128, and N of 16.
+# word w is for column 16 j + w of the group. So codes of one j in words 0 to
+# 15 are for 16 neighbouring columns of x. K is a multiple of 128, and N of 16.
 
 
 @functools.lru_cache(maxsize=4)  # a weight is packed once
@@ -185,11 +185,11 @@ def numbers(words, PLAIN: tl.constexpr):
 
 
 # %%
-# Every second code is four bits higher, so it arrives 16 times as large: (1024
-# + 16 * code) / 16 - 72 is code - 8. The products are float16 too, and the
-# compiler makes pairs of them. Four are added before float32 takes over, which
-# costs accuracy: see the error. A scale is multiplied once for the four words
-# of a thread: ``WORDS=4``.
+# Codes under the mask ``high`` begin at bit 4, so they arrive 16 times as
+# large: (1024 + 16 * code) / 16 - 72 is code - 8. The products are float16
+# too, and the compiler makes pairs of them. Four are added before float32
+# takes over, which costs accuracy: see the error. A scale is multiplied once
+# for the four words of a thread: ``WORDS=4``.
 
 
 @triton.jit
@@ -287,10 +287,11 @@ page.check(matmul_tensor, *given)
 
 # %%
 # Each axis of ``operand`` counts either lanes or values within a lane. So the
-# permutation only renames values, and Triton's compiler moves none to another
-# lane. The sum over columns may have any order. We chose one in which the
-# eight elements of x for a lane's two instructions are neighbours. The
-# library's kernel loads words ahead, and reads a weight once for 16 rows:
+# permutation moves no value to another lane: the compiler only renames
+# registers. The sum over columns may have any order. In ours, the eight
+# elements of x that a lane needs for two products are neighbours: 16 bytes,
+# the widest load. The library's kernel loads words ahead, and reads a weight
+# once for 16 rows:
 
 page.source("quantized_matmul", fold=True)
 
@@ -326,8 +327,8 @@ page.steps(float16=matmul_float16, **steps, tensor=matmul_tensor)
 
 # %%
 # Only step 1 exceeds the budget, but too little to explain its time. Nor do we
-# know why step 3 loses with one row. Every call starts and ends with few loads
-# in flight.
+# know why step 3 loses with one row. No step reaches 100 %, as a call has few
+# loads in flight at its start and end.
 
 page.findings()
 

@@ -181,8 +181,8 @@ class Rope(torch.autograd.Function):
 
 
 # %%
-# ``page.check`` compares with a rotation forward, but a backward pass turns
-# back. So we call it with -sin: the two signs cancel.
+# ``page.check`` expects a rotation forward, but ``backward`` negates sin. So
+# we pass -sin: the two signs cancel.
 
 
 def by_gradient(q, k, cos, sin, style="neox"):
@@ -208,16 +208,15 @@ page.catches(forgetful, first=first, all=given)
 # -------------------------
 #
 # *GPU time* is the time of one call on the GPU, after the L2 cache was
-# flushed. In the table, 100 % is a copy that moves as many bytes, of 32 heads
-# of queries and 8 of keys with 2R = 128. Lines of code count kernels and
-# launchers.
+# flushed. In the table, 100 % is a copy of q and k: 32 heads of queries and 8
+# of keys, with 2R = 128. Lines of code count kernels and launchers.
 
 page.steps(eager=rope_eager, one=rope_one, both=rope_both)
 
 # %%
-# Eager's operations are slower than a copy themselves, since q and k are not
-# contiguous. The library's kernel takes any strides, and several tokens per
-# program where heads are few.
+# Eager runs below copy speed, as q and k are not contiguous. So the gain
+# exceeds the predicted 5x. The library's kernel takes any strides, and several
+# tokens per program where heads are few.
 
 page.source("rope", fold=True)
 

@@ -58,7 +58,7 @@ def by_nccl(points, centres):
 # ``parts`` [P, K, D + 1] are sums of groups of points, so three launches
 # follow: one adds the parts, one adds the ranks, and one divides. For a few
 # bytes, latency is all that counts. One kernel can do the three, so **we
-# predict** that most of what NCCL adds to an iteration goes.
+# predict** that it saves most of what NCCL adds to an iteration.
 
 # %%
 # .. _gpus-flag:
@@ -107,7 +107,7 @@ def divide(out_ptr, old_ptr, total, j, a, inside, D):
 # number of the iteration. *Release* means that the flag arrives after all
 # stores before it. A rank that has read its flags with *acquire* also sees
 # what was stored before them. ``memory[r]`` is [sender, turn, K, D + 1, 2]: a
-# place for a flag follows each sum. Step 1 uses that of a program's first sum.
+# place for a flag follows each sum. Step 1 uses one per program, the first.
 
 
 @triton.jit
@@ -156,7 +156,7 @@ def means_by_flag(
 # All ranks add in the order of ranks, so all get the same bits. The kernel
 # counts its iterations itself, so it runs in a CUDA graph too. Two turns are
 # enough: a fast sender may write sums of t + 1 while a GPU reads those of t.
-# To go on to t + 2 it needs that GPU's sums of t + 1, sent after the reading.
+# It writes t + 2 when it has that GPU's sums of t + 1, sent after reading.
 
 
 def launch(kernel, memory, turns, rank, parts, centres, wait=True):
@@ -346,10 +346,11 @@ alike = (torch.cat([given[0][:300]] * 3), *given[1:])
 page.catches(averaged, alike=alike, given=given)
 
 # %%
-# On GPUs, checks share the points out in three ways: cut between two programs,
-# cut anywhere, and all on one rank. Centres of ten iterations are compared bit
-# by bit, with other ranks and one GPU. In a thousand more, ranks are late in
-# turn. The last finding is of two jobs that one process starts on two GPUs.
+# On GPUs, checks share points out in three ways: cut where a Triton program
+# ends, cut anywhere, all on one rank. Centres of ten iterations are compared
+# bit by bit, with other ranks and one GPU. In a thousand more, each rank is
+# delayed in turn. The last finding: one process starts a job on each of two
+# GPUs.
 
 page.findings()
 

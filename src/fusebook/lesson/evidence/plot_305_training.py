@@ -500,7 +500,7 @@ class TrainingPage(_memory.MemoryPage):
             "`recompute=True`. We measured the rows with torch.compile or recompute for one model and one length only. "
             f"Under torch.compile the first step takes {first.min():.0f} to {first.max():.0f} seconds, and more with "
             "more layers. "
-            "Where a step with fewer tokens takes nearly as long, the CPU limits it."
+            f"Where {LENGTHS[-1]} tokens take nearly as long as {LENGTHS[0]}, the CPU is the limit."
         )
         install = [
             left,

@@ -523,8 +523,8 @@ CLAIMS = (
     # The lesson's findings
     Claim(
         "added",
-        "Over one GPU alone, NCCL adds {nccl:.1f} us to an iteration, and the library {library:.1f} us: {median:.0%} "
-        "of it goes. What is left is the trip of the sums, and the wait for the slowest GPU.",
+        "Over one GPU alone, NCCL adds {nccl:.1f} us to an iteration and the library {library:.1f} us, {median:.0%} "
+        "less. The rest is the trip of the sums and the wait for the slowest GPU.",
         lambda frames: 1 - _added(frames, "fusebook") / _added(frames, "nccl"),
         "> 0.5",
         "20 million points in the plane on each of the most GPUs, in weak scaling",
