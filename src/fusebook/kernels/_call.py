@@ -778,6 +778,10 @@ class Operator:
     #: ``autocast(device_type, call, *arguments)`` makes the call that `torch.autocast` asks for, such as `lower` and
     #: `wide`. Without it, autocast changes nothing.
     autocast: Callable[..., Any] | None = None
+    #: Records a gradient in place of `_Recorded`: ``recorded(what, tensors, addresses, *arguments)``.
+    recorded: Callable[..., Any] = _recorded
+    #: What is called in place of an operator without a schema, which is unknown to torch, by a compiler or a transform.
+    instead: Operator | None = None
 
     def __post_init__(self) -> None:
         name, self.listed = f"{NAMESPACE}::{self.name}", self.schema.endswith("[]")
@@ -788,7 +792,9 @@ class Operator:
         self.rule: Callable[..., Any]
         self.keep: Callable[..., None]
         self.rule, self.keep = self.gradient or none
-        if not self.schema:  # see `write`
+        for attribute in ("custom", "dispatched", "_compiled") if self.instead else ():
+            setattr(self, attribute, getattr(self.instead, attribute))
+        if not self.schema:
             return
         # Not torch.library.custom_op: its guards against changed or returned inputs take longer than a launch.
         LIBRARY.define(self.name + self.schema, tags=torch.Tag.pt2_compliant_tag)
@@ -827,7 +833,7 @@ class Operator:
                             self.read(*args)
                         if replay.op is None:
                             return replay.run([*tensors], at)
-                        result = _recorded(replay, [*tensors], at, *replay.inputs((*tensors, *replay.rest)))
+                        result = self.recorded(replay, [*tensors], at, *replay.inputs((*tensors, *replay.rest)))
                         return list(result) if self.listed else result
         if _modes() or _transforms() or _autocast() or _ad[_LEVEL] >= 0 or _tracing() or _profiler[_PROFILING]:
             return self._unusual(*args)
@@ -860,7 +866,7 @@ class Operator:
             if replay.op is None:
                 result = replay.run([*tensors], [*at])
             else:
-                result = _recorded(replay, [*tensors], [*at], *replay.inputs((*tensors, *replay.rest)))
+                result = self.recorded(replay, [*tensors], [*at], *replay.inputs((*tensors, *replay.rest)))
                 result = list(result) if self.listed else result
         if replay is not None and replay.known != () and not functools.reduce(operator.or_, at, 0) & 15:
             kinds = [*map(type, args)]
@@ -898,14 +904,14 @@ class Operator:
                 return self.custom(*inputs)
         if self.read is not None:
             self.read(*args)
-        gradient = bool(self.schema) and _grad() and any([t.requires_grad for t in found])
+        gradient = bool(self.schema or self.instead) and _grad() and any([t.requires_grad for t in found])
         with torch.no_grad():
             result = self._made(key, inputs, found, gradient)
         if not gradient:
             return result
         flat, lengths = _spread(inputs)
         made = types.SimpleNamespace(op=self, run=lambda *_: result, lengths=lengths)
-        result = _recorded(made, found, None, *flat)
+        result = self.recorded(made, found, None, *flat)
         made.run = None  # the node of the result would keep the result
         return list(result) if self.listed else result
 

@@ -1690,15 +1690,6 @@ _linear_all = Operator(
     gradient=_first_only("linear_cross_entropy"),
     autocast=_lower,
 )  # fmt: skip
-#: The loss, and its logits.
-_linear_kept = Operator(
-    "linear_cross_entropy_kept", f"({_GIVEN}) -> (Tensor, Tensor)",
-    check=_check_linear,
-    outputs=_linear_kept_of,
-    into=lambda found, *given: _linear_into(found[0], None, given[:4], Terms(*given[4:]), kept=found[1]),
-    read=_read_linear,
-    gradient=_first_only("linear_cross_entropy"),
-)  # fmt: skip
 #: The gradients of a loss whose logits are kept, and overwritten by theirs.
 _linear_over = Operator(
     "linear_cross_entropy_over", f"(Tensor(a!) kept, {_GIVEN}, Tensor scale) -> (Tensor, Tensor, Tensor)",
@@ -1707,6 +1698,62 @@ _linear_over = Operator(
     into=lambda found, kept, *given: _linear_into(
         None, found, given[:4], Terms(*given[4:10]), scale=given[10], kept=kept
     ),
+)  # fmt: skip
+
+
+class _Found(torch.autograd.Function):
+    """The same where an operator with recorded gradients has found them, or kept the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, what: Any, tensors: list[Tensor], at: list[int], *inputs: Any) -> Any:
+        loss, *ctx.gradients = what.run(tensors, at)
+        ctx.save_for_backward(*inputs[:5])
+        ctx.kept, ctx.count, ctx.rest = what.op is _linear_kept, 2 if inputs[2] is None else 3, inputs[5:]
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        found, ctx.gradients = ctx.gradients, None
+        plain = found and not ctx.kept and not torch.is_grad_enabled() and not g.is_neg()
+        if plain and torch._C._has_storage(g) and g.data_ptr():
+            _scale.call(*found, *[None] * (3 - len(found)), g)
+        else:  # another backward pass, a batch of gradients, or logits: as everywhere else
+            count, (*rest, rows) = ctx.count, ctx.rest
+
+            def later(g: Tensor, *given: Tensor | None) -> Sequence[Tensor]:
+                apart = (t if t is None else t.detach() for t in given)
+                return _linear_over(*found, *apart, *rest, g)[:count]  # type: ignore[no-any-return]
+
+            ctx.gradients = (later,) if found and ctx.kept else found
+            ctx.again = lambda g, *given: _linear_all(*given, *rest, False, rows, g)[1 : 1 + count]
+            _, _, *found = Once.backward(ctx, g)[: 2 + count]
+        return None, None, None, *found, *[None] * (5 + len(ctx.rest) - len(found))
+
+
+_found = recorder(_Found)
+
+#: The loss of what needs a gradient, which is found in the same pass.
+_linear_trained = Operator(
+    "linear_cross_entropy", "",
+    check=_check_linear,
+    outputs=lambda h, head, bias, target, weight, reduction, *_: (
+        _loss_memory(h, target, reduction),
+        *[empty(t.shape, h.dtype, h.device) for t in (h, head, bias) if t is not None],
+    ),
+    into=lambda found, *given: _linear_into(found[0], found[1:], given[:4], Terms(*given[4:10]), rows=given[10]),
+    read=_read_linear,
+    recorded=_found,
+    instead=_linear,
+)  # fmt: skip
+#: The loss, and its logits, from which the gradient is found when its scale is known.
+_linear_kept = Operator(
+    "linear_cross_entropy", "",
+    check=_check_linear,
+    outputs=_linear_kept_of,
+    into=lambda found, *given: _linear_into(found[0], None, given[:4], Terms(*given[4:10]), kept=found[1]),
+    read=_read_linear,
+    recorded=_found,
+    instead=_linear,
 )  # fmt: skip
 
 
@@ -1779,36 +1826,23 @@ def linear_cross_entropy(
     >>> t = torch.tensor([0, 4, -100], device="cuda")
     >>> fusebook.linear_cross_entropy(h, head, t).backward()  # doctest: +SKIP
     """
-    rest = (reduction, ignore_index, label_smoothing, z_loss, softcap, check, rows)
-    learned = (hidden, head) if bias is None else (hidden, head, bias)
-    plain = torch.is_grad_enabled() and all([type(t) in (Tensor, Parameter) for t in learned])
-    plain = plain and not getattr(weight, "requires_grad", False)  # which is refused where gradients are recorded
-    if not plain or not any([t.requires_grad for t in learned]):
-        return _linear.call(hidden, head, bias, target, weight, *rest)  # type: ignore[no-any-return]
-    if _autocast():
-        hidden, head, *low = lowered(*learned)
-        bias = low[0] if low else None
-    scaled = hidden.dtype is torch.float16 or head.dtype is torch.float16
-    if not scaled and reduction != "none" and torch.compiler.is_dynamo_compiling():
-        return _InGraph.apply(rest, hidden, head, bias, target, weight)  # type: ignore[no-any-return]
-    if watched() or (not _keeps_logits(rows, hidden, head) if scaled else reduction == "none"):
-        return _linear.call(hidden, head, bias, target, weight, *rest)  # type: ignore[no-any-return]
-    count = len(learned)  # of gradients
-
-    def found() -> Sequence[Any]:
-        if not scaled:
-            return _linear_all.call(hidden, head, bias, target, weight, *rest, None)[: 1 + count]
-        loss, kept = _linear_kept.call(hidden, head, bias, target, weight, *rest[:6])
-
-        def later(g: Tensor, *tensors: Tensor | None) -> Sequence[Tensor]:
-            return _linear_over(kept, *(t if t is None else t.detach() for t in tensors), *rest[:5], g)[:count]
-
-        return loss, later
-
-    def again(g: Tensor, *tensors: Any) -> Sequence[Tensor]:
-        return _linear_all(*tensors, *rest[:5], False, rows, g)[1 : 1 + count]
-
-    return _once(found, again, hidden, head, bias, target, weight)
+    op, rest = _linear, (reduction, ignore_index, label_smoothing, z_loss, softcap, check, rows)
+    learned = getattr(hidden, "requires_grad", False) or getattr(head, "requires_grad", False)
+    learned = (learned or getattr(bias, "requires_grad", False)) and torch.is_grad_enabled()
+    if learned and isinstance(hidden, Tensor) and isinstance(head, Tensor):
+        if _autocast():
+            hidden, head, *low = lowered(hidden, head, *([] if bias is None else [bias]))
+            bias = low[0] if low else None
+        scaled = hidden.dtype is torch.float16 or head.dtype is torch.float16
+        if torch.compiler.is_dynamo_compiling():
+            plain = all([t is None or type(t) in (Tensor, Parameter) for t in (hidden, head, bias)])
+            if plain and not scaled and reduction != "none" and not getattr(weight, "requires_grad", False):
+                return _InGraph.apply(rest, hidden, head, bias, target, weight)  # type: ignore[no-any-return]
+        elif not scaled:
+            op = _linear if reduction == "none" else _linear_trained
+        elif _keeps_logits(rows, hidden, head):
+            op = _linear_kept
+    return op.call(hidden, head, bias, target, weight, *rest)  # type: ignore[no-any-return]
 
 
 def linear_cross_entropy_with_gradients(
