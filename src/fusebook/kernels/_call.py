@@ -769,7 +769,7 @@ class Operator:
     read: Callable[..., None] | None = None
     #: ``backward(ctx, *gradients)``, which returns a gradient or None for each argument of the operator, and
     #: ``keep(ctx, inputs, output)``: see `torch.library.register_autograd`. Without them a gradient is refused.
-    gradient: tuple[Callable[..., Any], Callable[..., None]] | None = None
+    gradient: tuple[Any, Any] | None = None
     #: The rule for `torch.vmap`, see `torch.library.register_vmap`. Without one, each member of a batch is a call.
     batched: Callable[..., Any] | None = None
     #: What torch.compile traces in place of `check`, which then also takes the operator's arguments: a compiled program

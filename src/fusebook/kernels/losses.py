@@ -70,7 +70,6 @@ from ._call import (
     overlapping,
     recorder,
     shapes,
-    watched,
 )
 from ._call import accumulated as accumulated_in
 from ._rows import (
@@ -1378,45 +1377,46 @@ def _first_only(name: str) -> tuple[Callable[..., Any], Callable[..., None]]:
 
 
 class Once(torch.autograd.Function):
-    """A loss whose gradients are found with it. The first backward pass returns them; another one computes them again.
+    """Records a loss whose gradients an operator without a schema finds with it, after the loss.
 
-    ``found()`` returns the loss and the gradients of the first tensors, or instead of the first gradient a function
-    that finds them, which is called at most once. ``again(g, *tensors)`` returns the gradients, given that of the loss.
-    A gradient depends on `tensors` only: one that was changed in place meanwhile is refused.
+    The first backward pass returns them. Another one computes them again, by the rule of the operator, which is given
+    the gradient of the loss and the arguments: an argument that was changed in place meanwhile is refused. An operator
+    that keeps logits has a second rule, which is given them too, once.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, found: Callable[[], Sequence[Any]], again: Callable[..., Sequence[Tensor]] | None,
-        *tensors: Tensor | None,
-    ) -> Any:  # fmt: skip
-        loss, *ctx.gradients = found()
-        ctx.again = again
-        if again is not None:
-            ctx.save_for_backward(*tensors)
+    def forward(ctx: Any, what: Any, tensors: list[Tensor], at: list[int], *inputs: Any) -> Any:
+        loss, *ctx.found = what.run(tensors, at)
+        ctx.op, count = what.op, 3 if what.op.name == "cross_entropy" else 5  # of tensors, the last the weight
+        if ctx.op is _over:
+            torch.autograd.graph.increment_version(inputs[0])  # an operation that saved them for its gradient raises
+            ctx.found = [inputs[0].detach()]
+        else:
+            ctx.save_for_backward(*inputs[:count])
+        ctx.rest = inputs[count:]
         return loss
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
+        found, ctx.found = ctx.found, None
         g = g.resolve_neg()
-        gradients, ctx.gradients = ctx.gradients, None
         # A batch of gradients, as torch.autograd makes it, or zeros without memory.
         batched = not (torch._C._has_storage(g) and g.data_ptr())
-        later = gradients is not None and callable(gradients[0])
-        if gradients is None or torch.is_grad_enabled() or (later and batched):
-            if ctx.again is None:
+        again, first = ctx.op.gradient
+        if found is None or torch.is_grad_enabled() or (first and batched):
+            if ctx.op is _over:
                 raise RuntimeError(
                     "cross_entropy: expected one backward pass, since inplace=True keeps the gradient in the logits' "
                     "memory and hands it out once; pass inplace=False to go back several times"
                 )
-            gradients = ctx.again(g, *ctx.saved_tensors)
-        elif later:
-            gradients = gradients[0](g, *ctx.saved_tensors)
+            found = again(g, *ctx.saved_tensors, *ctx.rest)
+        elif first:
+            found = first(*found, g, *ctx.saved_tensors, *ctx.rest)
         elif batched:
-            gradients = [dx * g.view(g.shape + (1,) * (dx.dim() - g.dim())) for dx in gradients]
+            found = [dx * g.view(g.shape + (1,) * (dx.dim() - g.dim())) for dx in found]
         else:
-            _scale.call(*gradients, *(None,) * (3 - len(gradients)), g)
-        return None, None, *gradients, *[None] * (len(ctx.needs_input_grad) - 2 - len(gradients))
+            _scale.call(*found, *[None] * (3 - len(found)), g)
+        return None, None, None, *found, *[None] * (len(ctx.needs_input_grad) - 3 - len(found))
 
 
 #: `Once.apply`, for callers that are not traced or transformed.
@@ -1489,13 +1489,27 @@ _both = Operator(
     read=_read,
     gradient=_first_only("cross_entropy"),
 )  # fmt: skip
+#: Of logits that need a gradient, which is found in the same pass.
+_trained = Operator(
+    "cross_entropy", "",
+    check=_check,
+    outputs=_both.outputs,
+    into=lambda found, *given: _both.into(found, *given, None),
+    read=_read,
+    gradient=(lambda g, *given: _both(*given, False, g)[1:], None),
+    recorded=_once,
+    instead=_cross_entropy,
+)  # fmt: skip
 #: Writes the gradient over the logits.
 _over = Operator(
-    "cross_entropy_over", f"(Tensor(a!) x, {_TERMS}) -> Tensor",
+    "cross_entropy", "",
     check=_check_over,
-    outputs=lambda x, target, weight, reduction, *_: _loss_memory(x, target, reduction),
-    into=lambda loss, x, target, *terms: _entropy_into(loss, x, x, target, None, Terms(*terms)),
+    outputs=lambda x, target, weight, reduction, *_: (_loss_memory(x, target, reduction),),
+    into=lambda found, x, target, *terms: _entropy_into(found[0], x, x, target, None, Terms(*terms)),
     read=_read_over,
+    gradient=(None, None),
+    recorded=_once,
+    instead=_cross_entropy,
 )  # fmt: skip
 
 
@@ -1564,25 +1578,10 @@ def cross_entropy(
     """
     if type(inplace) is not bool:
         flag("cross_entropy", "inplace", inplace)
-    rest = (reduction, ignore_index, label_smoothing, z_loss, softcap)
-    recorded = torch.is_grad_enabled() and isinstance(logits, (Tensor, Parameter)) and logits.requires_grad
-    plain = type(logits) in (Tensor, Parameter) and logits.dtype != torch.float16
-    plain = plain and not getattr(weight, "requires_grad", False)  # which is refused where gradients are recorded
-    if not recorded or not plain or watched():
-        return _cross_entropy(logits, target, weight, *rest, check)
-    x = logits.detach()
-
-    def found() -> tuple[Tensor, Tensor]:
-        if not inplace:
-            return _both(x, target, weight, *rest, check, None)
-        loss = _over(x, target, weight, *rest, check)
-        torch.autograd.graph.increment_version(logits)  # an operation that saved them for its gradient raises
-        return loss, x
-
-    def again(g: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor]:
-        return (_again(logits, target, weight, rest, g),)
-
-    return _once(found, None if inplace else again, logits, target, weight)
+    learned = torch.is_grad_enabled() and isinstance(logits, Tensor) and logits.requires_grad
+    op = (_over if inplace else _trained) if learned and logits.dtype is not torch.float16 else _cross_entropy
+    rest = reduction, ignore_index, label_smoothing, z_loss, softcap, check
+    return op.call(logits, target, weight, *rest)  # type: ignore[no-any-return]
 
 
 def cross_entropy_with_gradient(
@@ -1701,36 +1700,15 @@ _linear_over = Operator(
 )  # fmt: skip
 
 
-class _Found(torch.autograd.Function):
-    """The same where an operator with recorded gradients has found them, or kept the logits."""
-
-    @staticmethod
-    def forward(ctx: Any, what: Any, tensors: list[Tensor], at: list[int], *inputs: Any) -> Any:
-        loss, *ctx.gradients = what.run(tensors, at)
-        ctx.save_for_backward(*inputs[:5])
-        ctx.kept, ctx.count, ctx.rest = what.op is _linear_kept, 2 if inputs[2] is None else 3, inputs[5:]
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        found, ctx.gradients = ctx.gradients, None
-        plain = found and not ctx.kept and not torch.is_grad_enabled() and not g.is_neg()
-        if plain and torch._C._has_storage(g) and g.data_ptr():
-            _scale.call(*found, *[None] * (3 - len(found)), g)
-        else:  # another backward pass, a batch of gradients, or logits: as everywhere else
-            count, (*rest, rows) = ctx.count, ctx.rest
-
-            def later(g: Tensor, *given: Tensor | None) -> Sequence[Tensor]:
-                apart = (t if t is None else t.detach() for t in given)
-                return _linear_over(*found, *apart, *rest, g)[:count]  # type: ignore[no-any-return]
-
-            ctx.gradients = (later,) if found and ctx.kept else found
-            ctx.again = lambda g, *given: _linear_all(*given, *rest, False, rows, g)[1 : 1 + count]
-            _, _, *found = Once.backward(ctx, g)[: 2 + count]
-        return None, None, None, *found, *[None] * (5 + len(ctx.rest) - len(found))
+def _linear_again(g: Tensor, *given: Any) -> Sequence[Tensor]:
+    *given, rows = given
+    return _linear_all(*given, False, rows, g)[1 : 3 if given[2] is None else 4]  # type: ignore[no-any-return]
 
 
-_found = recorder(_Found)
+def _linear_first(kept: Tensor, g: Tensor, *given: Any) -> Sequence[Tensor]:
+    apart = (t.detach() if isinstance(t, Tensor) else t for t in given[:-1])
+    return _linear_over(kept, *apart, g)[: 2 if given[2] is None else 3]  # type: ignore[no-any-return]
+
 
 #: The loss of what needs a gradient, which is found in the same pass.
 _linear_trained = Operator(
@@ -1742,7 +1720,8 @@ _linear_trained = Operator(
     ),
     into=lambda found, *given: _linear_into(found[0], found[1:], given[:4], Terms(*given[4:10]), rows=given[10]),
     read=_read_linear,
-    recorded=_found,
+    gradient=(_linear_again, None),
+    recorded=_once,
     instead=_linear,
 )  # fmt: skip
 #: The loss, and its logits, from which the gradient is found when its scale is known.
@@ -1752,7 +1731,8 @@ _linear_kept = Operator(
     outputs=_linear_kept_of,
     into=lambda found, *given: _linear_into(found[0], None, given[:4], Terms(*given[4:10]), kept=found[1]),
     read=_read_linear,
-    recorded=_found,
+    gradient=(_linear_again, _linear_first),
+    recorded=_once,
     instead=_linear,
 )  # fmt: skip
 
