@@ -87,7 +87,7 @@ def stand_in(monkeypatch, driver, call=_call):
     monkeypatch.setattr(call, "_current", lambda: -1)
     monkeypatch.setattr(call, "_stream", lambda index: getattr(driver, "stream", 0))
     monkeypatch.setattr(call, "_memory", lambda n, s, dtype: torch.empty_strided(n, s, dtype=dtype))
-    for operator in [thing for thing in gc.get_objects() if isinstance(thing, call.Operator)]:
+    for operator in [thing for thing in gc.get_objects() if type(thing) is call.Operator]:
         operator.calls.clear()
         operator.recent.clear()
 
@@ -621,6 +621,34 @@ def test_a_gradient_is_replayed_too(driver):
         before = driver.launched_by_triton
         fusebook.softmax(x).sum().backward()
     assert driver.launched_by_triton == before
+
+
+@absent
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_step_of_a_loss_is_replayed(driver, dtype, biased):
+    """Whose gradients are found with it: beside the logits, in their memory, or from kept logits."""
+    h, head, bias, x = (torch.randn(n, dtype=dtype, requires_grad=True) for n in ((8, 64), (16, 64), (16,), (8, 16)))
+    target, own = torch.arange(8), (h, head, bias) if biased else (h, head)
+    linear = {"bias": bias if biased else None, "check": False}
+    for call, given in (
+        (lambda: fusebook.linear_cross_entropy(h, head, target, **linear), own),
+        (lambda: fusebook.cross_entropy(x, target, check=False), (x,)),
+        (lambda: fusebook.cross_entropy(x, target, check=False, inplace=True), (x,)),
+    ):
+
+        def step(call=call, given=given):
+            loss = call()
+            loss.backward(torch.ones_like(loss))
+            return [t.grad.shape for t in given] == [t.shape for t in given]
+
+        assert step() and step()
+        driver.seen.clear()
+        before = driver.launched_by_triton
+        assert step() and driver.launched_by_triton == before
+        known, driver.seen = driver.seen, []
+        with uncached():
+            assert step() and numbered(known) == numbered(driver.seen)
 
 
 @pytest.mark.parametrize("name", ["softmax", "silu", "add_sub"])
