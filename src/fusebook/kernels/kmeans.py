@@ -21,11 +21,13 @@ differences and reads them again, then nk distances. The least traffic is to rea
   bound of its error, and leaves points to the product in float64 if their two best candidates are too close.
 
 The update adds up few centres of few coordinates in registers, in the pass that finds the labels if these are wanted,
-too. Otherwise it sorts the points by label and adds up neighbours. Its least traffic is to read nd and n labels, and to
-write kd. Sums are float32 at least (float64 in float64) and always added in the same order: the same bits in every run.
+too. In other small problems each program has centres of its own, compares their numbers with all labels and loads only
+their points: one launch, or two if programs share the points. Otherwise the update sorts the points by label and adds
+up neighbours. Its least traffic is to read nd and n labels, and to write kd. Sums are float32 at least (float64 in
+float64) and always added in the same order: the same bits in every run.
 
-Centres that are not contiguous are copied first. So are points, except for *some*, *pairs* and *product*. Points are
-[n, D] in the kernels. Offsets are int64, because n D may be more than 2**31.
+Centres that are not contiguous are copied first. So are points, except for *some*, *pairs*, *product* and small updates.
+Points are [n, D] in the kernels. Offsets are int64, because n D may be more than 2**31.
 """
 
 from __future__ import annotations
@@ -717,11 +719,22 @@ def _kmeans_groups(groups_ptr, sums_ptr, PARTS, WIDTH, EACH, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _kmeans_means(out_ptr, sums_ptr, old_ptr, PARTS, K, D, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A centre: the parts of its sum and of its count, added in float64 in a fixed order, and divided.
+def _mean(out_ptr, old_ptr, total, many, j, columns, D):
+    """Store the centre j; one without points stays the old one, if old ones are given."""
+    mean = total / many  # [BLOCK_D]; NaN where nothing was added: the mean of nothing
+    if old_ptr is not None:
+        old = tl.load(old_ptr + j * D + columns, mask=columns < D, other=0.0).to(tl.float64)
+        mean = tl.where(many > 0, mean, old)
+    tl.store(out_ptr + j * D + columns, mean.to(out_ptr.dtype.element_ty), mask=columns < D)
 
-    A centre without points stays the old one, if old ones are given.
-    """
+
+@triton.jit
+def _kmeans_means(
+    out_ptr, sums_ptr, old_ptr, PARTS, K, D, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, LATE: tl.constexpr = False
+):  # fmt: skip
+    """A centre: the parts of its sum and of its count, added in float64 in a fixed order, and divided."""
+    if LATE:
+        tl.extra.cuda.gdc_wait()
     j = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # [BLOCK_D]
     part = tl.arange(0, BLOCK)
@@ -733,12 +746,45 @@ def _kmeans_means(out_ptr, sums_ptr, old_ptr, PARTS, K, D, BLOCK: tl.constexpr, 
         inside = live[:, None] & (columns < D)[None, :]
         total += tl.load(sums_ptr + at[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float64)
         count += tl.load(sums_ptr + at + D, mask=live, other=0.0).to(tl.float64)
-    many = tl.sum(count, 0)
-    mean = tl.sum(total, 0) / many  # [BLOCK_D]; NaN where nothing was added: the mean of nothing
-    if old_ptr is not None:
-        old = tl.load(old_ptr + j * D + columns, mask=columns < D, other=0.0).to(tl.float64)
-        mean = tl.where(many > 0, mean, old)
-    tl.store(out_ptr + j * D + columns, mean.to(out_ptr.dtype.element_ty), mask=columns < D)
+    _mean(out_ptr, old_ptr, tl.sum(total, 0), tl.sum(count, 0), j, columns, D)
+
+
+@triton.jit
+def _kmeans_direct(
+    out_ptr, parts_ptr, points_ptr, labels_ptr, old_ptr, n, K, D, stride_n, stride_d, stride_l, EACH,
+    LOOK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, FLOAT: tl.constexpr, LATE: tl.constexpr = False,
+):  # fmt: skip
+    """The points of each centre among EACH points, found by comparing LOOK labels at once: only they are loaded.
+
+    With `parts_ptr` the sum and the count of each centre are stored, a part; else its mean.
+    """
+    if LATE:
+        tl.extra.cuda.gdc_wait()
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    begin = tl.program_id(2).to(tl.int64) * EACH
+    end = tl.minimum(begin + EACH, n)
+    for j in range(tl.program_id(0), K, tl.num_programs(0)):
+        total = tl.zeros([BLOCK, BLOCK_D], FLOAT)
+        many = 0
+        for first in range(begin, end, LOOK):
+            at = first + tl.arange(0, LOOK)
+            near = tl.load(labels_ptr + at * stride_l, mask=at < end, other=0).to(tl.int64)  # from a cache for later j
+            found = tl.sum(((near == j) & (at < end)).to(tl.int32), 0)
+            if found > 0:
+                many += found
+                for start in range(first, tl.minimum(first + LOOK, end), BLOCK):
+                    i = start + tl.arange(0, BLOCK)
+                    label = tl.load(labels_ptr + i * stride_l, mask=i < end, other=0).to(tl.int64)
+                    inside = ((label == j) & (i < end))[:, None] & (columns < D)[None, :]
+                    x_ptr = points_ptr + (i * stride_n)[:, None] + (columns.to(tl.int64) * stride_d)[None, :]
+                    total += tl.load(x_ptr, mask=inside, other=0.0).to(FLOAT)  # read nD
+        sums = tl.sum(total, 0).to(tl.float64)
+        if parts_ptr is None:
+            _mean(out_ptr, old_ptr, sums, tl.cast(many, tl.float64), tl.cast(j, tl.int64), columns, D)
+        else:
+            part_ptr = parts_ptr + (tl.program_id(2).to(tl.int64) * K + j) * (D + 1)
+            tl.store(part_ptr + columns, sums.to(FLOAT), mask=columns < D)
+            tl.store(part_ptr + D, tl.cast(many, FLOAT), mask=tl.program_id(1) == 0)
 
 
 @triton.jit
@@ -978,11 +1024,22 @@ _config = functools.lru_cache(maxsize=4096)(kmeans_config)
 _GROUPS = 64
 #: Points that a program adds up, at most.
 _MOST = 8192
+#: Labels that a program compares at once.
+_LOOK = 1024
+#: By labels to compare and coordinates to load, for each multiprocessor: up to so many, labels are not sorted.
+_DIRECT = 2**20
 
 
 def _sums_fit(d: int, k: int) -> bool:
     """Whether a program can hold the sums of all centres in registers."""
     return d <= 8 and k * (d + 1) <= 24
+
+
+def _direct_pays(n: int, d: int, k: int, processors: int) -> bool:
+    """Whether it is sooner that programs look for the points of their centres among all labels than to sort them."""
+    if _sums_fit(d, k):
+        return n <= 2 * _LOOK  # one launch, not two
+    return n * (4 * k * triton.cdiv(d, 128) + d * min(k, _LOOK)) <= _DIRECT * processors
 
 
 def _sums_config(d: int, k: int, assign: bool) -> Config:
@@ -1223,7 +1280,7 @@ def _grouped(parts: Tensor, d: int, k: int, groups: Tensor | None = None) -> Ten
     return groups
 
 
-def _launch_means(out: Tensor, parts: Tensor, old: Tensor | None) -> None:
+def _launch_means(out: Tensor, parts: Tensor, old: Tensor | None, **late: bool) -> None:
     """Centres from parts ``[PARTS, k (d + 1)]`` of their sums."""
     k, d = out.shape
     parts = _grouped(parts, d, k)
@@ -1231,8 +1288,32 @@ def _launch_means(out: Tensor, parts: Tensor, old: Tensor | None) -> None:
     block = min(max(1, 2048 // wide), triton.next_power_of_2(len(parts)))
     launch(
         _kmeans_means, (k, triton.cdiv(d, wide)),
-        out, parts, old, len(parts), k, d, BLOCK=block, BLOCK_D=wide,
+        out, parts, old, len(parts), k, d, BLOCK=block, BLOCK_D=wide, LATE=bool(late), **late,
     )  # fmt: skip
+
+
+def _launch_direct(out: Tensor, points: Tensor, labels: Tensor, old: Tensor | None, **late: bool) -> None:
+    """Centres from the points of their labels, without sorting these."""
+    (n, d), k, device = points.shape, len(out), points.device
+    most = 8 * gpu(device)[1]
+    # Long pieces of points, unless programs are then few.
+    wide = triton.next_power_of_2(d)
+    wide = min(wide, max(32, min(128, triton.next_power_of_2(4 * k * d // most))))
+    tiles, looks = triton.cdiv(d, wide), triton.cdiv(n, _LOOK)
+    splits = min(looks, max(1, most // (k * tiles))) if looks > 2 else 1
+    each = triton.cdiv(looks, splits) * _LOOK
+    splits = triton.cdiv(n, each)
+    look = min(_LOOK, triton.next_power_of_2(n))
+    wider = accumulated(points.dtype)
+    parts = empty((splits, k * (d + 1)), wider, device) if splits > 1 else None
+    launch(
+        _kmeans_direct, (min(k, max(1, most // (tiles * splits))), tiles, splits),
+        out, parts, points, labels, old, n, k, d, *points.stride(), labels.stride(0), each,
+        LOOK=look, BLOCK=min(look, 16384 // (wide * wider.itemsize)), BLOCK_D=wide, FLOAT=_WIDE[wider],
+        LATE=bool(late), **late,
+    )  # fmt: skip
+    if parts is not None:
+        _launch_means(out, parts, old, **overlapping(device))
 
 
 def _launch_chunks(points: Tensor, labels: Tensor, k: int, sums: Tensor | None = None) -> Tensor:
@@ -1266,10 +1347,16 @@ def _update_outputs(points: Tensor, labels: Tensor, k: int, old: Tensor | None) 
     return empty((k, points.shape[1]), points.dtype, points.device)
 
 
-def _update_into(out: Tensor, points: Tensor, labels: Tensor, k: int, old: Tensor | None) -> None:
+def _update_into(
+    out: Tensor, points: Tensor, labels: Tensor, k: int, old: Tensor | None, **late: bool
+) -> None:  # fmt: skip
     n, d = points.shape
     if n == 0:
         apply(Tensor.fill_, out, math.nan) if old is None else apply(Tensor.copy_, out, old)
+        return
+    old = None if old is None else contiguous(old)
+    if _direct_pays(n, d, k, gpu(points.device)[1]):
+        _launch_direct(out, points, labels, old, **late)
         return
     points, labels = contiguous(points), contiguous(labels)
     if _sums_fit(d, k):
@@ -1278,7 +1365,7 @@ def _update_into(out: Tensor, points: Tensor, labels: Tensor, k: int, old: Tenso
         _launch_few(labels, parts, points, None, k, config)
     else:
         parts = _launch_chunks(points, labels, k)
-    _launch_means(out, parts, None if old is None else contiguous(old))
+    _launch_means(out, parts, old)
 
 
 def _step_outputs(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -1304,8 +1391,11 @@ def _step_into(
 ) -> None:  # fmt: skip
     (labels, new), (n, d) = outs, points.shape
     points, centres = contiguous(points), contiguous(centres)
-    if n and d:
+    if n and d and _sums_fit(d, len(centres)):
         _launch_means(new, _labelled(labels, points, centres, label_dtype), centres)
+    elif n and d:
+        _assign_into(labels, points, centres, label_dtype)
+        _update_into(new, points, labels, len(centres), centres, **overlapping(points.device))
     elif n:  # without coordinates, the first centre is the nearest
         apply(Tensor.zero_, labels)
     elif d:
@@ -1642,8 +1732,8 @@ def kmeans_update(points: Any, labels: Any, k: int, *, centres: Any = None, chec
     Notes
     -----
     Each program adds up its own points in float32 (float64 in float64), and these parts are added in float64, in the
-    order of the programs. Where the sums of all centres do not fit in a program's registers, points are sorted by label
-    first, with torch.sort, which is stable.
+    order of the programs. In large problems where the sums of all centres do not fit in a program's registers, points are
+    sorted by label first, with torch.sort, which is stable.
 
     Centres have no gradient: asking for one, of points that require it, raises NotImplementedError.
     """
