@@ -11,11 +11,12 @@ import torch
 
 import compiling
 import fusebook
+import strategies
 import warm
 from fusebook.cards import kmeans as card
 from fusebook.cards.kmeans import KMEANS_ASSIGN
 from fusebook.kernels import kmeans as module
-from fusebook.kernels._call import OPERATORS
+from fusebook.kernels._call import OPERATORS, uncached
 from fusebook.kernels.kmeans import Config, kmeans_assign_eager, kmeans_update_eager
 from fusebook.measure.inputs import generator
 
@@ -176,6 +177,16 @@ def test_large_finite_values_pass_the_check(device):
 # The update -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["direct", "sorted"])
+def path(request, monkeypatch):
+    """How points find their centres where the sums of all do not fit in registers."""
+    if request.param == "sorted":
+        monkeypatch.setattr(module, "_direct_pays", lambda *_: False)
+    with uncached():
+        yield
+
+
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(("d", "k"), [(2, 2), (20, 5)])
 def test_an_empty_cluster_keeps_its_centre_and_has_none_without_one(d, k, device):
     points, old = drawn("near", device, n=30, d=d, k=k)
@@ -186,6 +197,7 @@ def test_an_empty_cluster_keeps_its_centre_and_has_none_without_one(d, k, device
     assert update(points, labels, k)[1:].isnan().all()
 
 
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(("d", "k"), [(2, 2), (20, 5)])
 def test_labels_out_of_range_are_left_out_unless_checked(d, k, device):
     points, _ = drawn("near", device, n=40, d=d, k=1)
@@ -212,6 +224,7 @@ def test_sums_of_parts_end_with_the_parts(device):
     assert groups.tolist() == [[3, 5, 7], [15, 17, 19], [12, 13, 14]]
 
 
+@pytest.mark.usefixtures("path")
 def test_labels_in_range_count_even_where_k_is_beyond_their_dtype(device):
     points, _ = drawn("near", device, n=60, d=9, k=1)
     labels = (torch.arange(60, device=device) * 4 + 19).to(torch.uint8)  # to 255
@@ -225,6 +238,31 @@ def test_labels_in_range_count_even_where_k_is_beyond_their_dtype(device):
 def test_keys_hold_the_number_that_stands_for_labels_out_of_range():
     narrow = {255: torch.uint8, 256: torch.int16, 2**15 - 1: torch.int16, 2**15: torch.int32, 2**31 - 1: torch.int32}
     assert {k: module._narrowest(k) for k in narrow} == narrow
+
+
+@pytest.mark.parametrize("dtype", module.DTYPES)
+@pytest.mark.parametrize(
+    ("n", "d", "k", "parts"),
+    [(1, 1, 1, 1), (2, 20, 7, 1), (5, 3, 40, 1), (130, 33, 9, 1), (3, 300, 5, 1), (2048, 2, 2, 1), (2600, 20, 3, 3)],
+)
+def test_a_small_problem_is_one_launch_or_two(n, d, k, parts, dtype, device):
+    """Whatever was in the output before; points and labels lie across, and the last centre has none of them."""
+    rng = generator(0, device)
+    points = torch.randn(d, n, generator=rng, dtype=torch.float64, device=device).to(dtype).T
+    near = torch.randint(max(1, k - 1), (n, 2), generator=rng, device=device)
+    for label_dtype, old in ((torch.uint8, None), (torch.int32, points.new_ones(k, d)), (torch.int64, None)):
+        labels, got = near.to(label_dtype)[:, 0], points.new_full((k, d), 77)
+        with strategies.launched() as log:
+            module._update_into(got, points, labels, k, old)
+        assert [name for name, *_ in log] == ["_kmeans_direct", "_kmeans_means"][: min(parts, 2)]
+        assert log[0][1][2] == parts
+        want = kmeans_update_eager(points.double(), labels, k)
+        want = want if old is None else want.nan_to_num(1)
+        exact = {torch.float16: 1e-3, torch.float32: 1e-6, torch.float64: 1e-14}[dtype]
+        torch.testing.assert_close(got.double(), want, rtol=exact, atol=exact, equal_nan=True)
+        again = points.new_full((k, d), -5)
+        module._update_into(again, points, labels, k, old)
+        assert torch.equal(got.nan_to_num(9), again.nan_to_num(9))
 
 
 @pytest.mark.parametrize(("d", "k"), [(2, 3), (20, 3)])
@@ -255,6 +293,7 @@ def test_a_mean_of_many_halves_is_not_a_sum_in_halves(device):
     assert update(points, labels, 1).tolist() == [[40.0, 40.0]]
 
 
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("law", ["all of one", "most of one", "a chunk each", "across chunks", "few have any"])
 def test_labels_are_added_up_over_chunks(law, device):
     n, d, k = 700, 20, 9
@@ -727,6 +766,27 @@ def test_no_square_is_fused_with_what_another_lane_adds():
     environment = compiling.environment() | {"TRITON_STORE_BINARY_ONLY": "0"}
     command = [sys.executable, "-W", "ignore", "-c", COMPILED]
     assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "True 0\n"
+
+
+SORTED = """
+import torch, triton
+import fusebook
+from fusebook.kernels import kmeans
+from fusebook.measure.compiled import AbsentGPU
+
+for capability in ((9, 0), (8, 0)):
+    triton.runtime.driver.set_active(AbsentGPU(capability))
+    for dtype in kmeans.DTYPES:
+        points, out = torch.empty(4000, 20, dtype=dtype), torch.empty(9, 20, dtype=dtype)
+        labels = torch.zeros(4000, dtype=torch.uint8)
+        kmeans._launch_means(out, kmeans._launch_chunks(points, labels, 9), out)
+        kmeans._launch_direct(out, points, labels, None)
+"""
+
+
+@pytest.mark.slow
+def test_what_small_problems_do_not_launch_compiles():
+    subprocess.run([sys.executable, "-W", "ignore", "-c", SORTED], env=compiling.environment(), check=True)
 
 
 @pytest.mark.parametrize("plan", OTHERS, ids=named)

@@ -26,8 +26,8 @@ their points: one launch, or two if programs share the points. Otherwise the upd
 up neighbours. Its least traffic is to read nd and n labels, and to write kd. Sums are float32 at least (float64 in
 float64) and always added in the same order: the same bits in every run.
 
-Centres that are not contiguous are copied first. So are points, except for *some*, *pairs*, *product* and small updates.
-Points are [n, D] in the kernels. Offsets are int64, because n D may be more than 2**31.
+Centres that are not contiguous are copied first. So are points, except for *some*, *pairs*, *product* and a small
+update. Points are [n, D] in the kernels. Offsets are int64, because n D may be more than 2**31.
 """
 
 from __future__ import annotations
@@ -1732,8 +1732,8 @@ def kmeans_update(points: Any, labels: Any, k: int, *, centres: Any = None, chec
     Notes
     -----
     Each program adds up its own points in float32 (float64 in float64), and these parts are added in float64, in the
-    order of the programs. In large problems where the sums of all centres do not fit in a program's registers, points are
-    sorted by label first, with torch.sort, which is stable.
+    order of the programs. In large problems where the sums of all centres do not fit in a program's registers, points
+    are sorted by label first, with torch.sort, which is stable.
 
     Centres have no gradient: asking for one, of points that require it, raises NotImplementedError.
     """
