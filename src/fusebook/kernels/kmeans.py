@@ -751,7 +751,7 @@ def _kmeans_means(
 
 @triton.jit
 def _kmeans_direct(
-    out_ptr, parts_ptr, points_ptr, labels_ptr, old_ptr, n, K, D, stride_n, stride_d, stride_l, EACH,
+    out_ptr, parts_ptr, points_ptr, labels_ptr, old_ptr, n, K, D, stride_n, stride_d, EACH,
     LOOK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, FLOAT: tl.constexpr, LATE: tl.constexpr = False,
 ):  # fmt: skip
     """The points of each centre among EACH points, found by comparing LOOK labels at once: only they are loaded.
@@ -761,22 +761,22 @@ def _kmeans_direct(
     if LATE:
         tl.extra.cuda.gdc_wait()
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    begin = tl.program_id(2).to(tl.int64) * EACH
+    begin = tl.program_id(2) * EACH
     end = tl.minimum(begin + EACH, n)
     for j in range(tl.program_id(0), K, tl.num_programs(0)):
         total = tl.zeros([BLOCK, BLOCK_D], FLOAT)
         many = 0
         for first in range(begin, end, LOOK):
             at = first + tl.arange(0, LOOK)
-            near = tl.load(labels_ptr + at * stride_l, mask=at < end, other=0).to(tl.int64)  # from a cache for later j
+            near = tl.load(labels_ptr + at, mask=at < end, other=0).to(tl.int64)  # from a cache for later j
             found = tl.sum(((near == j) & (at < end)).to(tl.int32), 0)
             if found > 0:
                 many += found
                 for start in range(first, tl.minimum(first + LOOK, end), BLOCK):
                     i = start + tl.arange(0, BLOCK)
-                    label = tl.load(labels_ptr + i * stride_l, mask=i < end, other=0).to(tl.int64)
+                    label = tl.load(labels_ptr + i, mask=i < end, other=0).to(tl.int64)
                     inside = ((label == j) & (i < end))[:, None] & (columns < D)[None, :]
-                    x_ptr = points_ptr + (i * stride_n)[:, None] + (columns.to(tl.int64) * stride_d)[None, :]
+                    x_ptr = points_ptr + (i.to(tl.int64) * stride_n)[:, None] + (columns.to(tl.int64) * stride_d)[None, :]
                     total += tl.load(x_ptr, mask=inside, other=0.0).to(FLOAT)  # read nD
         sums = tl.sum(total, 0).to(tl.float64)
         if parts_ptr is None:
@@ -1308,7 +1308,7 @@ def _launch_direct(out: Tensor, points: Tensor, labels: Tensor, old: Tensor | No
     parts = empty((splits, k * (d + 1)), wider, device) if splits > 1 else None
     launch(
         _kmeans_direct, (min(k, max(1, most // (tiles * splits))), tiles, splits),
-        out, parts, points, labels, old, n, k, d, *points.stride(), labels.stride(0), each,
+        out, parts, points, labels, old, n, k, d, *points.stride(), each,
         LOOK=look, BLOCK=min(look, 16384 // (wide * wider.itemsize)), BLOCK_D=wide, FLOAT=_WIDE[wider],
         LATE=bool(late), **late,
     )  # fmt: skip
@@ -1355,10 +1355,11 @@ def _update_into(
         apply(Tensor.fill_, out, math.nan) if old is None else apply(Tensor.copy_, out, old)
         return
     old = None if old is None else contiguous(old)
+    labels = contiguous(labels)
     if _direct_pays(n, d, k, gpu(points.device)[1]):
         _launch_direct(out, points, labels, old, **late)
         return
-    points, labels = contiguous(points), contiguous(labels)
+    points = contiguous(points)
     if _sums_fit(d, k):
         config = _sums_config(d, k, assign=False)
         parts = _parts(points, k, config)
