@@ -751,38 +751,43 @@ def _kmeans_means(
 
 @triton.jit
 def _kmeans_direct(
-    out_ptr, parts_ptr, points_ptr, labels_ptr, old_ptr, n, K, D, stride_n, stride_d, EACH,
+    out_ptr, parts_ptr, found_ptr, points_ptr, labels_ptr, old_ptr, n, K, D, stride_n, stride_d, EACH,
     LOOK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, FLOAT: tl.constexpr, LATE: tl.constexpr = False,
 ):  # fmt: skip
-    """The points of each centre among EACH points, found by comparing LOOK labels at once: only they are loaded.
+    """The points of each centre among EACH points: of LOOK labels at once, those are listed, and then loaded.
 
     With `parts_ptr` the sum and the count of each centre are stored, a part; else its mean.
     """
     if LATE:
         tl.extra.cuda.gdc_wait()
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    begin = tl.program_id(2) * EACH
-    end = tl.minimum(begin + EACH, n)
+    x_ptr = points_ptr + columns.to(tl.int64) * stride_d
+    part = tl.program_id(2)
+    found_ptr += ((part * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)) * LOOK
+    end = tl.minimum((part + 1) * EACH, n)
     for j in range(tl.program_id(0), K, tl.num_programs(0)):
         total = tl.zeros([BLOCK, BLOCK_D], FLOAT)
         many = 0
-        for first in range(begin, end, LOOK):
-            at = first + tl.arange(0, LOOK)
-            near = tl.load(labels_ptr + at, mask=at < end, other=0).to(tl.int64)  # from a cache for later j
-            found = tl.sum(((near == j) & (at < end)).to(tl.int32), 0)
+        for first in range(part * EACH, end, LOOK):
+            i = first + tl.arange(0, LOOK)
+            label = tl.load(labels_ptr + i, mask=i < end, other=0).to(tl.int64)  # from a cache for later j
+            mine = ((label == j) & (i < end)).to(tl.int32)
+            found = tl.sum(mine, 0)
             if found > 0:
                 many += found
-                for start in range(first, tl.minimum(first + LOOK, end), BLOCK):
-                    i = start + tl.arange(0, BLOCK)
-                    label = tl.load(labels_ptr + i, mask=i < end, other=0).to(tl.int64)
-                    inside = ((label == j) & (i < end))[:, None] & (columns < D)[None, :]
-                    x_ptr = points_ptr + (i.to(tl.int64) * stride_n)[:, None] + (columns.to(tl.int64) * stride_d)[None, :]
-                    total += tl.load(x_ptr, mask=inside, other=0.0).to(FLOAT)  # read nD
+                tl.debug_barrier()  # other threads have read the list before
+                tl.store(found_ptr + tl.cumsum(mine, 0) - 1, i, mask=mine > 0)
+                tl.debug_barrier()
+                for start in range(0, found, BLOCK):
+                    at = start + tl.arange(0, BLOCK)
+                    row = tl.load(found_ptr + at, mask=at < found, other=0).to(tl.int64) * stride_n
+                    inside = (at < found)[:, None] & (columns < D)[None, :]
+                    total += tl.load(x_ptr[None, :] + row[:, None], mask=inside, other=0.0).to(FLOAT)  # read nD
         sums = tl.sum(total, 0).to(tl.float64)
         if parts_ptr is None:
             _mean(out_ptr, old_ptr, sums, tl.cast(many, tl.float64), tl.cast(j, tl.int64), columns, D)
         else:
-            part_ptr = parts_ptr + (tl.program_id(2).to(tl.int64) * K + j) * (D + 1)
+            part_ptr = parts_ptr + (tl.cast(part, tl.int64) * K + j) * (D + 1)
             tl.store(part_ptr + columns, sums.to(FLOAT), mask=columns < D)
             tl.store(part_ptr + D, tl.cast(many, FLOAT), mask=tl.program_id(1) == 0)
 
@@ -1026,8 +1031,8 @@ _GROUPS = 64
 _MOST = 8192
 #: Labels that a program compares at once.
 _LOOK = 1024
-#: By labels to compare and coordinates to load, for each multiprocessor: up to so many, labels are not sorted.
-_DIRECT = 2**20
+#: Comparisons of a label for each multiprocessor, up to which labels are not sorted.
+_DIRECT = 2**18
 
 
 def _sums_fit(d: int, k: int) -> bool:
@@ -1039,7 +1044,7 @@ def _direct_pays(n: int, d: int, k: int, processors: int) -> bool:
     """Whether it is sooner that programs look for the points of their centres among all labels than to sort them."""
     if _sums_fit(d, k):
         return n <= 2 * _LOOK  # one launch, not two
-    return n * (4 * k * triton.cdiv(d, 128) + d * min(k, _LOOK)) <= _DIRECT * processors
+    return n * k * triton.cdiv(d, 512) <= _DIRECT * processors
 
 
 def _sums_config(d: int, k: int, assign: bool) -> Config:
@@ -1296,19 +1301,18 @@ def _launch_direct(out: Tensor, points: Tensor, labels: Tensor, old: Tensor | No
     """Centres from the points of their labels, without sorting these."""
     (n, d), k, device = points.shape, len(out), points.device
     most = 8 * gpu(device)[1]
-    # Long pieces of points, unless programs are then few.
-    wide = triton.next_power_of_2(d)
-    wide = min(wide, max(32, min(128, triton.next_power_of_2(4 * k * d // most))))
-    tiles, looks = triton.cdiv(d, wide), triton.cdiv(n, _LOOK)
-    splits = min(looks, max(1, most // (k * tiles))) if looks > 2 else 1
-    each = triton.cdiv(looks, splits) * _LOOK
+    # Long pieces of points where programs are enough; one program may have most of the points to load.
+    wide = min(triton.next_power_of_2(d), max(32, min(512, triton.next_power_of_2(k * d // most))))
+    tiles, look = triton.cdiv(d, wide), min(_LOOK, triton.next_power_of_2(n))
+    each = max(2, triton.cdiv(n, most * _LOOK)) * _LOOK
     splits = triton.cdiv(n, each)
-    look = min(_LOOK, triton.next_power_of_2(n))
+    programs = min(k, max(1, most // (tiles * splits)))
     wider = accumulated(points.dtype)
+    found = empty((programs * tiles * splits, look), torch.int32, device)
     parts = empty((splits, k * (d + 1)), wider, device) if splits > 1 else None
     launch(
-        _kmeans_direct, (min(k, max(1, most // (tiles * splits))), tiles, splits),
-        out, parts, points, labels, old, n, k, d, *points.stride(), each,
+        _kmeans_direct, (programs, tiles, splits),
+        out, parts, found, points, labels, old, n, k, d, *points.stride(), each,
         LOOK=look, BLOCK=min(look, 16384 // (wide * wider.itemsize)), BLOCK_D=wide, FLOAT=_WIDE[wider],
         LATE=bool(late), **late,
     )  # fmt: skip
