@@ -21,6 +21,7 @@ SPILLS = {
     "_softmax_backward_shared": "the same",
     "_norm_backward_shared": "parts of x and dy and the sums for the weights fill the registers",
     "_norm_backward_rows": "float64: a few bytes besides the sums for the weights",
+    "_kmeans_direct": "Triton 3.6: a few bytes besides the sums",
     "_scatter_nd_scan": "the scan over all indices, which one program does",
     "_scatter_nd_sort": "a few bytes besides the keys that are sorted",
 }
