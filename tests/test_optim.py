@@ -325,6 +325,10 @@ def _a_late_group(optimizer, ps):
     optimizer.param_groups[1]["params"][0].grad = torch.ones_like(ps[1])
 
 
+def _in_two_groups(optimizer, ps):
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [ps[1]]})
+
+
 def _one_less(optimizer, ps):
     del optimizer.param_groups[0]["params"][1]
 
@@ -342,7 +346,7 @@ def _new_memory(optimizer, ps):
 @pytest.mark.parametrize(
     "change",
     [_other_states, _other_average, _other_count, _other_strides, _other_strides_of_a_parameter, _none, _a_late_group,
-     _one_less, _another_object, _new_memory],
+     _in_two_groups, _one_less, _another_object, _new_memory],
 )  # fmt: skip
 @pytest.mark.parametrize("capturable", [False, True])
 def test_what_changes_between_two_steps_is_noticed(change, capturable, device):

@@ -193,7 +193,8 @@ class AdamW(torch.optim.AdamW):
         if len(states) != len(self._states) or not (_same(self._keys, states) and _same(self._states, states.values())):
             self._forget()
         capturing = _capturing()
-        launches = [(group, *made) for group in self.param_groups for made in self._launches(group, capturing)]
+        # Each group is looked at after the one before is stepped, which may have counted a step of the same parameter.
+        launches = ((group, *made) for group in self.param_groups for made in self._launches(group, capturing))
         for i, (group, launch, grads) in enumerate(launches):
             seed = group.get("seed")
             if seed is not None:
