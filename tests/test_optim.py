@@ -199,6 +199,17 @@ def test_a_program_may_write_to_the_count_of_one_parameter(loaded, device):
     close(*lists)
 
 
+@pytest.mark.parametrize("count", [-1.0, 2.5, 3], ids=str)
+def test_what_is_no_count_of_steps_is_refused_before_a_step(count, device):
+    ps = parameters(device)
+    optimizer = after(AdamW(ps), ps, 1)
+    before = [p.detach().clone() for p in ps]
+    optimizer.state[ps[1]]["step"] = count if isinstance(count, int) else torch.tensor(count)
+    with pytest.raises((TypeError, ValueError), match="AdamW: expected step to be a (tensor|number)"):
+        after(optimizer, ps, 1)
+    assert all(torch.equal(p, q) for p, q in zip(ps, before, strict=True))
+
+
 def test_one_launch_steps_what_did_as_many_steps(device, monkeypatch):
     lists = []
     monkeypatch.setattr("fusebook.optim.adamw_step", lambda ps, *_, **__: lists.append(len(ps)))

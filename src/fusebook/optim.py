@@ -19,6 +19,7 @@ __all__ = ["AdamW"]
 _uncompiled: Any = getattr(torch, "_disable_dynamo", lambda function: function)
 _STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _DENSE = torch.strided
+_REMEDY = "load a state of AdamW for the same model"
 #: What a `torch.amp.GradScaler` leaves for a step.
 _SCALING = ("grad_scale", "found_inf")
 
@@ -238,8 +239,10 @@ class AdamW(torch.optim.AdamW):
         for p in params:
             count = self.state[p]["step"]
             if id(count) not in known:  # tensors on the device are not read: they are the same, or count apart
+                if not isinstance(count, Tensor):
+                    raise TypeError(f"AdamW: expected step to be a tensor, got {type(count).__name__}; put it in one")
                 apart = group["capturable"] or count.device.type != "cpu"
-                known[id(count)] = id(count) if apart else count.item()
+                known[id(count)] = id(count) if apart else _done(count)
             rounded = group.get("seed") is not None and p.dtype == torch.bfloat16
             found.setdefault((known[id(count)], p.device, rounded), []).append(p)
         launches = []
@@ -250,7 +253,7 @@ class AdamW(torch.optim.AdamW):
             launch = _Launch(some, states, states[0]["step"])
             launches.append(launch)
             if not (group["capturable"] or launch.count.device.type != "cpu"):
-                launch.count_apart(int(done))
+                launch.count_apart(done)
                 continue
             if id(launch.count) in taken:  # by parameters that are not stepped now, or by another launch
                 if capturing:
@@ -357,38 +360,42 @@ def _seed(value: Any) -> int:
     return integer("AdamW", "seed", value, "None rounds to the nearest")
 
 
+def _done(value: Any) -> int:
+    """The number of steps done that a state has."""
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"AdamW: expected step to be one number, got {tuple(value.shape)}; {_REMEDY}")
+    try:
+        done = float(value) if getattr(value, "layout", _DENSE) is _DENSE else -1.0
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # text, complex numbers, or on meta
+        done = -1.0
+    if not (0 <= done < 2**63 and done % 1 == 0):
+        raise ValueError(f"AdamW: expected step to be a number of steps done, got {value!r}; {_REMEDY}")
+    return int(done)
+
+
 def _check_group(group: dict[str, Any], states: Any) -> None:
     """Refuse a state that is not one of AdamW for these parameters."""
-    remedy = "load a state of AdamW for the same model"
     if missing := [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]:
-        raise ValueError(f"AdamW: expected groups with {missing[0]}, got {sorted(group)}; {remedy}")
+        raise ValueError(f"AdamW: expected groups with {missing[0]}, got {sorted(group)}; {_REMEDY}")
     if not isinstance(group["betas"], (tuple, list)) or len(group["betas"]) != 2:
-        raise ValueError(f"AdamW: expected betas to be two numbers, got {group['betas']!r}; {remedy}")
+        raise ValueError(f"AdamW: expected betas to be two numbers, got {group['betas']!r}; {_REMEDY}")
     for p in group["params"]:
         state = states.get(p)
         if not state:
             continue
         for key in ("step", *_STATE[: 3 if group.get("amsgrad") else 2]):
             if key not in state:
-                raise ValueError(f"AdamW: expected a state with {key}, got {sorted(state)}; {remedy}")
+                raise ValueError(f"AdamW: expected a state with {key}, got {sorted(state)}; {_REMEDY}")
             value = state[key]
             if key == "step":
-                if isinstance(value, Tensor) and value.numel() != 1:
-                    raise ValueError(f"AdamW: expected step to be one number, got {tuple(value.shape)}; {remedy}")
-                try:
-                    dense = getattr(value, "layout", _DENSE) is _DENSE
-                    known = dense and 0 <= float(value) < 2**63 and float(value) % 1 == 0
-                except (TypeError, ValueError, OverflowError, RuntimeError):  # text, complex numbers, or on meta
-                    known = False
-                if not known:
-                    raise ValueError(f"AdamW: expected step to be a number of steps done, got {value!r}; {remedy}")
+                _done(value)
             elif not isinstance(value, Tensor) or value.shape != p.shape:
                 got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(
-                    f"AdamW: expected {key} of shape {tuple(p.shape)} as its parameter, got {got}; {remedy}"
+                    f"AdamW: expected {key} of shape {tuple(p.shape)} as its parameter, got {got}; {_REMEDY}"
                 )
             elif value.layout is not _DENSE:
-                raise ValueError(f"AdamW: expected {key} to be dense, got {value.layout}; {remedy}")
+                raise ValueError(f"AdamW: expected {key} to be dense, got {value.layout}; {_REMEDY}")
             elif _placed(value) != _placed(p):
                 raise ValueError(
                     f"AdamW: expected {key} to be placed as its parameter, which is {_placed(p)}, got "
