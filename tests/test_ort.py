@@ -805,6 +805,14 @@ def test_a_model_of_onnx_ir_stays_as_it_is():
     assert [node.op_type for node in given.graph] == before
 
 
+def test_a_model_of_onnx_ir_that_cannot_be_written_is_refused_in_a_sentence():
+    ir = pytest.importorskip("onnx_ir")
+    model = ir.from_proto(_onnx_model(torch.float32))
+    model.graph.node(0).attributes["odd"] = ir.Attr("odd", ir.AttributeType.STRING, 5)
+    with pytest.raises(ValueError, match="ort.Graph: expected a model that onnx_ir can take"):
+        Graph(model, device="cpu")
+
+
 def test_without_onnxscript_there_is_a_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     for call in (export.translations, lambda: export.fuse(None)):

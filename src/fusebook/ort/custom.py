@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -374,20 +374,30 @@ class CustomOp:
     ) -> None:
         self.name = name
         self.launcher = launcher
-        for what, names in (("inputs", inputs), ("outputs", outputs)):
-            if not isinstance(names, Mapping):
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"onnx.custom_op: expected a name such as MaskedScatter, got {name!r}; use letters")
+        given = {"inputs": inputs, "outputs": outputs, "types": types, "attributes": attributes}
+        for what, names in given.items():
+            if not isinstance(names, Mapping) or not all(isinstance(n, str) and n.isprintable() for n in names):
+                got = [*names] if isinstance(names, Mapping) else type(names).__name__
                 raise TypeError(
-                    f"onnx.custom_op: {name}: expected {what} to map names to types, got {type(names).__name__}; pass "
-                    "a dict such as {'x': torch.float32}"
+                    f"onnx.custom_op: {name}: expected {what} to map names to types, got {got}; pass a dict such as "
+                    "{'x': torch.float32}"
                 )
-        if not isinstance(domain, str):
+        for what, some in (("host", host), ("optional", optional)):
+            if isinstance(some, str) or not isinstance(some, Iterable):
+                raise TypeError(
+                    f"onnx.custom_op: {name}: expected {what} to list names of inputs, got {some!r}; put it in a list"
+                )
+        if not isinstance(domain, str) or not domain.isprintable():
             raise TypeError(
-                f"onnx.custom_op: {name}: expected domain to be a str, got {type(domain).__name__}; leave it out"
+                f"onnx.custom_op: {name}: expected domain to be a str that can be printed, got {domain!r}; leave it out"
             )
         self.inputs = dict(inputs)
         self.outputs = dict(outputs)
         self.shape = shape
-        self.types = {k: (value,) if isinstance(value, torch.dtype) else tuple(value) for k, value in types.items()}
+        listed = {k: (v,) if isinstance(v, torch.dtype) else v for k, v in types.items()}
+        self.types = {k: tuple(v) if isinstance(v, Iterable) else (v,) for k, v in listed.items()}
         self.attributes = dict(attributes)
         self.host = tuple(host)
         self.optional = tuple(optional)
@@ -408,8 +418,6 @@ class CustomOp:
         def refuse(what: str) -> None:
             raise ValueError(f"onnx.custom_op: {self.name}: {what}")
 
-        if not self.name.isidentifier():
-            raise ValueError(f"onnx.custom_op: expected a name such as MaskedScatter, got {self.name!r}; use letters")
         if not callable(self.launcher):
             raise TypeError(
                 f"onnx.custom_op: {self.name}: expected launcher to be a function, got "
@@ -421,13 +429,13 @@ class CustomOp:
             refuse("expected at most 32 inputs and 32 outputs; split the operator")
         for name, kind in {**self.inputs, **self.outputs}.items():
             known = self.types if isinstance(kind, str) else _ELEMENTS
-            if kind not in known:
+            if not isinstance(kind, (str, torch.dtype)) or kind not in known:
                 refuse(
                     f"expected the type of {name} to be a torch dtype ({', '.join(str(d)[6:] for d in _ELEMENTS)}) or "
                     f"one of types ({', '.join(self.types)}), got {kind!r}; choose one, or name it in types"
                 )
         for key, kinds in self.types.items():
-            if not kinds or any(kind not in _ELEMENTS for kind in kinds):
+            if not kinds or not all(isinstance(kind, torch.dtype) and kind in _ELEMENTS for kind in kinds):
                 refuse(f"expected types[{key!r}] to list torch dtypes, got {kinds!r}; list those to accept")
         if lost := {k for k in self.outputs.values() if isinstance(k, str)} - set(self.inputs.values()):
             refuse(f"expected each type of an output to be that of an input, got {', '.join(lost)}; give a dtype")
@@ -436,8 +444,10 @@ class CustomOp:
                 refuse(f"expected {what} to name inputs ({', '.join(self.inputs)}), got {', '.join(unknown)}")
         for key, value in self.attributes.items():
             _reader_of(self.name, key, value)
-        if isinstance(self.shape, str) and self.shape not in self.inputs:
+        if self.shape is not None and not callable(self.shape) and self.shape not in [*self.inputs]:
             refuse(f"expected shape to name an input ({', '.join(self.inputs)}) or be a function, got {self.shape!r}")
+        if self.shape is not None and "out" in self.attributes:
+            refuse("expected attributes without out, which is the memory to write to; choose another name")
         if self.shape is not None and "out" not in _parameters(self.launcher):
             refuse(
                 "expected the launcher to take out=, the memory to write to, as a shape is given; leave shape out to "
@@ -463,7 +473,7 @@ class CustomOp:
         try:
             several = len(shapes) > 0 and not hasattr(shapes[0], "__index__")
             shapes = [tuple(map(operator.index, shape)) for shape in (shapes if several else [shapes])]
-        except TypeError as error:
+        except (KeyError, TypeError) as error:
             raise TypeError(
                 f"expected a tuple of sizes from shape, or one an output, got {shapes!r}; return x.shape for instance"
             ) from error
@@ -531,10 +541,12 @@ def _reader_of(op: str, name: str, default: Any) -> Callable[[int, int], Any]:
     """How an attribute is read from a node; `default` is its value, or its type where a node must have it."""
     kind = default if isinstance(default, type) else type(default)
     words = {int: "int", float: "float", str: "string", tuple: "ints"}
-    if kind not in words:
+    values = default if isinstance(default, tuple) else () if isinstance(default, type) else (default,)
+    fit = all(type(v) is float or (type(v) is int and -(2**63) <= v < 2**63) for v in values) or kind is str
+    if kind not in words or not fit:
         raise TypeError(
-            f"onnx.custom_op: {op}: expected the attribute {name} to be an int, a float, a str or a tuple of numbers, "
-            f"got {kind.__name__}; give its default, or its type"
+            f"onnx.custom_op: {op}: expected the attribute {name} to be an int of 64 bits, a float, a str or a tuple "
+            f"of numbers, got {default!r}; give its default, or its type"
         )
     floats = kind is tuple and not isinstance(default, type) and any(isinstance(v, float) for v in default)
     if floats:

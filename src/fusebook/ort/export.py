@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from fusebook.extras import extra
 from fusebook.kernels._call import INTERPRETED, OPERATORS, Operator
 from fusebook.kernels.quantized import PackedWeight
 from fusebook.ort.custom import CustomOp
-from fusebook.ort.graph import _NAMES, _NUMBERS
+from fusebook.ort.graph import _NAMES, _NUMBERS, understood
 from fusebook.ort.nodes import NODES
 
 __all__ = ["fuse", "translations"]
@@ -314,22 +313,6 @@ def _sparse(nodes: Any, initializers: Any = ()) -> bool:
     )
 
 
-@contextlib.contextmanager
-def _taken() -> Iterator[None]:
-    """Say in a sentence what onnx_ir fails with, whose own errors name the outermost part of a model."""
-    try:
-        yield
-    except Exception as error:
-        inner: BaseException = error
-        while inner.__cause__ is not None:
-            inner = inner.__cause__
-        line = (str(inner).splitlines() or [type(inner).__name__])[0][:200].rstrip(".")
-        raise ValueError(
-            f"fuse: expected a model that onnx_ir can take, got one with which it fails: {line}; see what "
-            "onnx.checker.check_model says, or run the model as it is"
-        ) from error
-
-
 def fuse(model: Any) -> Any:
     """Replace chains of standard operators, and matmuls with weights of few bits, by Fusebook's.
 
@@ -429,7 +412,7 @@ def fuse(model: Any) -> Any:
 
     found: dict[Any, PackedWeight] = {}
     # What is no ModelProto would be rewritten where it is.
-    with _taken():
+    with understood("fuse"):
         whole = onnx_ir.from_proto(given) if proto else given.clone()
     taken = {v.name for node in whole.graph.all_nodes() for v in (*node.inputs, *node.outputs) if v is not None}
     taken |= {v.name for graph in (whole.graph, *whole.graph.subgraphs()) for v in (*graph.inputs, *graph.outputs)}
@@ -476,6 +459,6 @@ def fuse(model: Any) -> Any:
         ],
         commute=True,
     )
-    with _taken():
+    with understood("fuse"):
         fused = rewrite(whole, pattern_rewrite_rules=rules)
         return onnx_ir.to_proto(fused) if proto else fused

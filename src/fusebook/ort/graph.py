@@ -8,9 +8,10 @@ updates of repeated indices.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -333,6 +334,22 @@ def _onnxruntime() -> Any:
     return onnxruntime
 
 
+@contextlib.contextmanager
+def understood(what: str) -> Iterator[None]:
+    """Say in a sentence what onnx_ir fails with, whose own errors name the outermost part of a model."""
+    try:
+        yield
+    except Exception as error:
+        inner: BaseException = error
+        while inner.__cause__ is not None:
+            inner = inner.__cause__
+        line = (str(inner).splitlines() or [type(inner).__name__])[0][:200].rstrip(".")
+        raise ValueError(
+            f"{what}: expected a model that onnx_ir can take, got one with which it fails: {line}; see what "
+            "onnx.checker.check_model says"
+        ) from error
+
+
 def _readable(model: Any) -> Any:
     """A model as ONNX Runtime takes it: a path, or bytes."""
     if isinstance(model, bytes):
@@ -349,7 +366,8 @@ def _readable(model: Any) -> Any:
     if type(model).__module__.partition(".")[0] == "onnx_ir" and type(model).__name__ == "Model":
         import onnx_ir
 
-        model = onnx_ir.to_proto(model)
+        with understood("ort.Graph"):
+            model = onnx_ir.to_proto(model)
     if type(model).__name__ != "ModelProto":
         raise TypeError(
             f"ort.Graph: expected a model (onnx.ModelProto, onnx_ir.Model, torch.onnx.ONNXProgram, bytes or a path), "
