@@ -73,6 +73,24 @@ def test_the_longest_page_is_first_and_each_gpu_takes_the_next_when_it_has_done_
     assert {one["CUDA_VISIBLE_DEVICES"] for one in said.values()} == {"0", "1"}
 
 
+def test_on_one_gpu_a_page_is_ready_before_its_turn_and_starts_only_then(pages, tmp_path, monkeypatch):
+    monkeypatch.setattr(record_pages, "IMPORTS", "this")  # it says so in the log
+    found = pages(crash=("bad",), first=1.5, bad=0, last=0)
+    build = tmp_path / "build"
+
+    def done(folder):
+        ready[folder.parent.name] = [(build / page.stem / "log").exists() for page in found]
+
+    ready = {}
+    took = Queue(TWO[:1], build, done).run(found)
+    first, bad, last = (pages.said()[page.stem] for page in found)
+    assert first["end"] <= bad["start"] and bad["end"] <= last["start"]
+    assert ready == {"first": [True, True, False], "last": [True] * 3}
+    assert [took[page] is None for page in found] == [False, True, False] and took[found[0]] >= 1.5
+    assert ["Zen of Python" in (build / page.stem / "log").read_text() for page in found] == [False, True, True]
+    assert last["TRITON_CACHE_DIR"] == str(build / "last" / "triton")
+
+
 def test_each_page_has_a_triton_cache_and_each_gpu_cores_of_its_own(pages, tmp_path):
     before = os.sched_getaffinity(0)
     Queue(TWO, tmp_path / "build").run(pages(a=0.5, b=0.5), _FUSEBOOK_CLOCKS="gpu")
@@ -200,6 +218,7 @@ def two_gpus(tmp_path, monkeypatch):
     real = subprocess.run
     monkeypatch.setattr(record_pages, "ROOT", tmp_path)
     monkeypatch.setattr(record_pages, "BUILD", tmp_path / "build")
+    monkeypatch.setattr(record_pages, "IMPORTS", "json")  # no more than these pages need
     monkeypatch.setattr(record_pages, "visible", lambda: TWO)
     monkeypatch.setattr(subprocess, "run", run)
 

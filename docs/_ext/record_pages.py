@@ -21,6 +21,7 @@ import concurrent.futures
 import csv
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import queue
@@ -38,6 +39,17 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "record"
 RECORDS = ROOT / "src" / "fusebook" / "records"
 LINES = 20  # of a log, where a page has failed
+#: What all pages import, which takes seconds: see `Queue`.
+IMPORTS = "fusebook.lesson"
+#: A page whose process imports that before its turn, a line on stdin. Then it runs as if Python were given its file.
+AHEAD = """
+import importlib, os, runpy, sys
+sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(sys.argv[0])
+importlib.import_module("IMPORTS")
+if sys.stdin.readline():
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 sys.path.insert(0, str(ROOT / "src"))
 
 
@@ -109,6 +121,9 @@ def commands(pages, seconds):
 class Queue:
     """Pages on GPUs: each takes the next page when it has done one. A page that fails costs no other.
 
+    On one GPU, the process of the next page starts when a page begins, and imports the packages meanwhile. It does not
+    touch the GPU before its turn.
+
     Parameters
     ----------
     gpus : list of GPU
@@ -123,6 +138,8 @@ class Queue:
         self.build = Path(build)
         self.done = done
         self.lock = threading.Lock()
+        self.after = {}  # by a page, the one that starts meanwhile
+        self.ahead = {}  # by a page, its process that waits for its turn
 
     def run(self, pages, **env):
         """Run pages in this order, and return the seconds of each, None where it failed.
@@ -133,6 +150,7 @@ class Queue:
         **env
             More of the environment; None takes a variable out.
         """
+        self.after = dict(itertools.pairwise(pages)) if len(self.gpus) == 1 else {}
         free = queue.SimpleQueue()
         cores = sorted(os.sched_getaffinity(0))
         each = max(1, len(cores) // len(self.gpus))
@@ -148,7 +166,8 @@ class Queue:
         with concurrent.futures.ThreadPoolExecutor(len(self.gpus), initializer=begin) as pool:
             return dict(zip(pages, pool.map(lambda page: self._one(page, here.gpu, env), pages), strict=True))
 
-    def _one(self, page, gpu, env):
+    def _started(self, page, gpu, env, ahead=False):
+        """The process of a page; where it is ahead of its turn, it waits for a line."""
         folder = self.build / page.stem
         if env.get("_FUSEBOOK_CLOCKS") != "host":  # which adds to the records of the first run
             for name in ("records", "triton"):  # first calls compile, and their seconds are recorded
@@ -167,12 +186,20 @@ class Queue:
             **env,
         }
         env = {name: value for name, value in env.items() if value is not None}
-        start = time.monotonic()
         many = gpu.id.count(",") + 1
-        command = [sys.executable, str(page), *(["--gpus", str(many)] if many > 1 else [])]
+        code = ["-c", AHEAD.replace("IMPORTS", IMPORTS)] if ahead else []
+        command = [sys.executable, *code, str(page), *(["--gpus", str(many)] if many > 1 else [])]
         with open(folder / "log", "a") as log:  # pages offer their tables in the current folder
-            code = subprocess.run(command, cwd=folder, env=env, stdout=log, stderr=log).returncode
-        seconds = time.monotonic() - start
+            return subprocess.Popen(command, cwd=folder, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log)
+
+    def _one(self, page, gpu, env):
+        folder = self.build / page.stem
+        start = time.monotonic()
+        process = self.ahead.pop(page, None) or self._started(page, gpu, env)
+        if following := self.after.get(page):
+            self.ahead[following] = self._started(following, gpu, env, ahead=True)
+        process.communicate(b"\n")
+        seconds, code = time.monotonic() - start, process.returncode
         with self.lock:
             if not code:
                 self.done(folder / "records")
