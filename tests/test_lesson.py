@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import functools
 import hashlib
+import io
 import re
 import runpy
 import signal
@@ -1001,6 +1002,7 @@ def test_sizes_and_steps_of_the_evidence_make_a_record_stale(page, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there needs no other one")
 def test_a_page_that_is_run_for_its_counters_launches_its_steps_alone(a_gpu, monkeypatch):
     monkeypatch.setenv("_FUSEBOOK_COUNT", "softmax_counters")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     monkeypatch.setattr(signal, "alarm", lambda seconds: None)
     monkeypatch.setattr(sys.modules["fusebook.lesson._counters"], "_run", lambda steps: counted.extend(steps))
     monkeypatch.setattr(bench, "run", None)

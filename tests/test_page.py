@@ -1,13 +1,11 @@
 import ast
 import inspect
+import io
 import os
 import re
-import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -555,41 +553,72 @@ NCU = """==PROF== Connected to process 1
 """.format(*COUNTERS)
 
 
-def test_counters_are_those_of_the_step_that_launched_the_kernel(tmp_path, monkeypatch):
-    def run(command, **_):
-        Path(command[command.index("--log-file") + 1]).write_text(NCU)
-        return subprocess.CompletedProcess(command, 0, "", "")
+@pytest.fixture
+def ncu(tmp_path, monkeypatch):
+    """Makes an Nsight Compute that answers once it is the turn of its page."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    monkeypatch.setattr(_place, "script", lambda: True)
 
-    monkeypatch.setattr(subprocess, "run", run)
+    def make(text="", said="", seconds=0):
+        code = f"import sys, time; sys.stdin.readline() or sys.exit(1); time.sleep({seconds}); print({said!r})"
+        file = tmp_path / "bin" / "ncu"
+        file.write_text(
+            f"#!{sys.executable}\n{code}\nopen(sys.argv[sys.argv.index('--log-file') + 1], 'w').write({text!r})\n"
+        )
+        file.chmod(0o755)
+
+    return make
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_counters_are_those_of_the_step_that_launched_the_kernel(ncu, ahead):
+    ncu(NCU)
+    if ahead:
+        _counters.begin("name", "page.py")
+        assert "name" in _counters._begun
     seen = _counted("name", lambda: {"chain": print, "ours": print})
+    assert "name" not in _counters._begun
     assert seen["step"].tolist() == ["chain", "chain", "ours"]
     assert seen["kernel"].tolist() == ["at::native::reduce_kernel", "two", "one_row"]
     assert seen.loc[0, ["read", "written", "sectors", "occupancy"]].tolist() == [134217728, 64, 4, 80.5]
     assert seen["sectors"].isna().tolist() == [False, True, False]
 
 
-def test_where_nsight_compute_counts_nothing_its_words_are_told(monkeypatch):
-    refused = subprocess.CompletedProcess([], 1, "==ERROR== no permission", "")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: refused)
+def test_where_nsight_compute_counts_nothing_its_words_are_told(ncu):
+    ncu(said="==ERROR== no permission")
     with pytest.raises(RuntimeError, match="counted nothing in name:\\n==ERROR== no permission"):
         _counted("name", lambda: {"no step": print})
 
 
-def test_where_nsight_compute_fails_the_page_goes_on_without(monkeypatch):
+def test_where_nsight_compute_fails_the_page_goes_on_without(ncu, monkeypatch):
     tried = []
 
     def refused(name, measure, live, by_device, code_of):
         tried.append(live)
         return measure() if live is None else pd.DataFrame({"step": ["recorded"]})
 
-    monkeypatch.setattr(shutil, "which", lambda name: name)
-    monkeypatch.setattr(_place, "script", lambda: True)
-    monkeypatch.setitem(_counters.counters.__globals__, "measured", refused)
-    late = subprocess.TimeoutExpired(["ncu"], 60.0)
-    monkeypatch.setattr(subprocess, "run", Mock(side_effect=late))
-    with pytest.warns(UserWarning, match="timed out after 60"):
+    ncu(seconds=60)
+    monkeypatch.setattr(_counters, "LONGEST", 0.1)
+    monkeypatch.setattr(_counters, "measured", refused)
+    with pytest.warns(UserWarning, match="timed out after 0.1"):
         seen = _counters.counters("name", lambda: {"no step": print})
     assert tried == [None, False] and seen["step"].tolist() == ["recorded"]
+
+
+def test_a_page_that_counts_waits_for_its_turn_and_ends_without_one(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    _counters.wait()
+    with pytest.raises(SystemExit):
+        _counters.wait()
+
+
+@pytest.mark.parametrize(("variable", "value"), [("_FUSEBOOK_COUNT", "name"), ("_FUSEBOOK_CLOCKS", "host")])
+def test_nothing_counts_within_counters_nor_for_clocks_of_the_host(ncu, monkeypatch, variable, value):
+    ncu()
+    assert _counters.able()
+    monkeypatch.setenv(variable, value)
+    assert not _counters.able()
 
 
 def test_without_counters_and_a_record_the_table_says_so():

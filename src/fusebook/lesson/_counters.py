@@ -21,7 +21,7 @@ import torch
 from fusebook.lesson import _place
 from fusebook.lesson._results import NoResults, measured
 
-__all__ = ["counters"]
+__all__ = ["able", "begin", "counters", "wait"]
 
 Steps = Callable[[], Mapping[str, Callable[[], Any]]]
 
@@ -36,6 +36,40 @@ COUNTERS = {
 MARK = "spin_kernel"
 LONGEST = 60.0  # seconds
 STUCK = 30  # seconds, of the steps alone
+
+#: What waits for its turn, by what it counts: the folder of its log, and Nsight Compute.
+_begun: dict[str, tuple[Any, subprocess.Popen[str]]] = {}
+
+
+def begin(name: str, script: str = "") -> None:
+    """Start the page once more under Nsight Compute: it imports its packages, opens the lesson and waits there.
+
+    Parameters
+    ----------
+    name, script : str
+        As of `counters`; the page that runs unless given.
+    """
+    folder = tempfile.TemporaryDirectory()
+    # The clocks are left alone, as everywhere; the caches are flushed before each kernel.
+    how = ["--csv", "--page", "raw", "--profile-from-start", "off", "--clock-control", "none"]
+    log = ["--log-file", str(Path(folder.name) / "ncu.csv")]
+    page = [sys.executable, script or getattr(sys.modules["__main__"], "__file__", "")]
+    env = {k: v for k, v in os.environ.items() if k != "_FUSEBOOK_RECORD"} | {"_FUSEBOOK_COUNT": name}
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    asked = ["ncu", *how, "--print-units", "base", "--metrics", ",".join(COUNTERS), *log]
+    _begun[name] = folder, subprocess.Popen([*asked, *page], env=env, text=True, **pipes)
+
+
+def wait() -> None:
+    """Wait until the page that started this one needs the counters; where it has ended, end."""
+    if not sys.stdin.readline():
+        raise SystemExit(1)
+
+
+def able() -> bool:
+    """Whether this run can count: there is Nsight Compute, and this run takes the clocks of the GPU."""
+    other = "_FUSEBOOK_COUNT" in os.environ or os.environ.get("_FUSEBOOK_CLOCKS") == "host"
+    return shutil.which("ncu") is not None and _place.script() and not other
 
 
 def counters(name: str, steps: Steps, script: str = "", code_of: Sequence[Any] = ()) -> pd.DataFrame:
@@ -66,8 +100,7 @@ def counters(name: str, steps: Steps, script: str = "", code_of: Sequence[Any] =
         signal.alarm(STUCK)  # a kernel that waits for ever would outlive Nsight Compute
         _run(steps())
         raise SystemExit(0)
-    able = shutil.which("ncu") is not None and _place.script() and "_FUSEBOOK_COUNT" not in os.environ
-    for live in (None, False) if able else (False,):
+    for live in (None, False) if able() else (False,):
         try:
             return measured(name, lambda: _counted(name, steps, script), live=live, by_device=True, code_of=code_of)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
@@ -92,17 +125,19 @@ def _run(steps: Mapping[str, Callable[[], Any]]) -> None:
 
 
 def _counted(name: str, steps: Steps, script: str = "") -> pd.DataFrame:
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "ncu.csv"
-        # The clocks are left alone, as everywhere; the caches are flushed before each kernel.
-        how = ["--csv", "--page", "raw", "--profile-from-start", "off", "--clock-control", "none"]
-        asked = ["ncu", *how, "--print-units", "base", "--metrics", ",".join(COUNTERS), "--log-file", str(log)]
-        env = {k: v for k, v in os.environ.items() if k != "_FUSEBOOK_RECORD"} | {"_FUSEBOOK_COUNT": name}
-        page = [sys.executable, script or steps.__code__.co_filename]
-        done = subprocess.run([*asked, *page], env=env, capture_output=True, text=True, timeout=LONGEST)
+    if name not in _begun:
+        begin(name, script or steps.__code__.co_filename)
+    folder, process = _begun.pop(name)
+    with folder, process:
+        try:
+            said = "".join(process.communicate("\n", timeout=LONGEST))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        log = Path(folder.name) / "ncu.csv"
         text = log.read_text() if log.exists() else ""
     if '"ID"' not in text:
-        raise RuntimeError(f"Nsight Compute counted nothing in {name}:\n{(text + done.stdout + done.stderr)[-2000:]}")
+        raise RuntimeError(f"Nsight Compute counted nothing in {name}:\n{(text + said)[-2000:]}")
     return _read(text, list(steps()))
 
 

@@ -22,7 +22,7 @@ import torch
 import fusebook
 from fusebook import plots
 from fusebook.cards import OPS
-from fusebook.lesson import _checks, _numbers, _place, _show, evidence
+from fusebook.lesson import _checks, _counters, _numbers, _place, _show, evidence
 from fusebook.lesson import picture as pictures
 from fusebook.lesson._claims import Claim, Claims, exercise
 from fusebook.lesson._counters import counters
@@ -59,7 +59,12 @@ def open(name: str, **asked: int) -> Page:
     machine.running = name
     counted = about.FRAMES.get("counters")
     kind = getattr(about, "PAGE", Page)
-    made: Page = (_Counted if counted and os.environ.get("_FUSEBOOK_COUNT") == counted.name else kind)(about, **asked)
+    if counted and os.environ.get("_FUSEBOOK_COUNT") == counted.name:
+        _counters.wait()
+        kind = _Counted
+    elif counted and _recording() and _counters.able():
+        _counters.begin(counted.name)
+    made: Page = kind(about, **asked)
     return made
 
 
