@@ -39,14 +39,16 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "record"
 RECORDS = ROOT / "src" / "fusebook" / "records"
 LINES = 20  # of a log, where a page has failed
-#: What all pages import, which takes seconds: see `Queue`.
-IMPORTS = "fusebook.lesson"
-#: A page whose process imports that before its turn, a line on stdin. Then it runs as if Python were given its file.
+#: What a page imports before its turn, where it is installed. Otherwise first calls would bear the seconds of imports.
+IMPORTS = ("fusebook.lesson", "torch._inductor.compile_fx", "liger_kernel.ops")
+#: A page that waits for its turn, a line on stdin, with these imports done. Then it runs as Python runs a file.
 AHEAD = """
-import importlib, os, runpy, sys
+import contextlib, importlib, os, runpy, sys
 sys.argv = sys.argv[1:]
 sys.path[0] = os.path.dirname(sys.argv[0])
-importlib.import_module("IMPORTS")
+for name in IMPORTS:
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 if sys.stdin.readline():
     runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -166,8 +168,8 @@ class Queue:
         with concurrent.futures.ThreadPoolExecutor(len(self.gpus), initializer=begin) as pool:
             return dict(zip(pages, pool.map(lambda page: self._one(page, here.gpu, env), pages), strict=True))
 
-    def _started(self, page, gpu, env, ahead=False):
-        """The process of a page; where it is ahead of its turn, it waits for a line."""
+    def _started(self, page, gpu, env):
+        """The process of a page, which waits for its turn if it records."""
         folder = self.build / page.stem
         if env.get("_FUSEBOOK_CLOCKS") != "host":  # which adds to the records of the first run
             for name in ("records", "triton"):  # first calls compile, and their seconds are recorded
@@ -187,7 +189,7 @@ class Queue:
         }
         env = {name: value for name, value in env.items() if value is not None}
         many = gpu.id.count(",") + 1
-        code = ["-c", AHEAD.replace("IMPORTS", IMPORTS)] if ahead else []
+        code = ["-c", AHEAD.replace("IMPORTS", repr(IMPORTS))] if "_FUSEBOOK_RECORD" in env else []
         command = [sys.executable, *code, str(page), *(["--gpus", str(many)] if many > 1 else [])]
         with open(folder / "log", "a") as log:  # pages offer their tables in the current folder
             return subprocess.Popen(command, cwd=folder, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log)
@@ -197,7 +199,7 @@ class Queue:
         start = time.monotonic()
         process = self.ahead.pop(page, None) or self._started(page, gpu, env)
         if following := self.after.get(page):
-            self.ahead[following] = self._started(following, gpu, env, ahead=True)
+            self.ahead[following] = self._started(following, gpu, env)
         process.communicate(b"\n")
         seconds, code = time.monotonic() - start, process.returncode
         with self.lock:
