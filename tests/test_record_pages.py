@@ -44,7 +44,7 @@ if "CRASH":
 @pytest.fixture
 def pages(tmp_path, monkeypatch):
     """Makes pages that take some seconds, some of which crash; ``said`` tells what they said when they ran."""
-    monkeypatch.setattr(record_pages, "IMPORTS", ("this", "not_installed"))  # the first one says so in the log
+    monkeypatch.setattr(record_pages, "IMPORTS", ["this", "not_installed"])  # the first one says so in the log
     folder = tmp_path / "examples"
     folder.mkdir()
 

@@ -40,15 +40,17 @@ BUILD = ROOT / "build" / "record"
 RECORDS = ROOT / "src" / "fusebook" / "records"
 LINES = 20  # of a log, where a page has failed
 #: What a page imports before its turn, where it is installed. Otherwise first calls would bear the seconds of imports.
-IMPORTS = ("fusebook.lesson", "torch._inductor.compile_fx", "liger_kernel.ops")
+#: The evidence of a lesson may name more.
+IMPORTS = ["fusebook.lesson", "torch._inductor.compile_fx", "liger_kernel.ops", "fusebook.lesson.evidence.PAGE"]
 #: A page that waits for its turn, a line on stdin, with these imports done. Then it runs as Python runs a file.
 AHEAD = """
 import contextlib, importlib, os, runpy, sys
 sys.argv = sys.argv[1:]
 sys.path[0] = os.path.dirname(sys.argv[0])
-for name in IMPORTS:
+names = {imports}
+for name in names:
     with contextlib.suppress(ImportError):
-        importlib.import_module(name)
+        names += getattr(importlib.import_module(name), "IMPORTS", ())
 if sys.stdin.readline():
     runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -189,10 +191,12 @@ class Queue:
         }
         env = {name: value for name, value in env.items() if value is not None}
         many = gpu.id.count(",") + 1
-        code = ["-c", AHEAD.replace("IMPORTS", repr(IMPORTS))] if "_FUSEBOOK_RECORD" in env else []
-        command = [sys.executable, *code, str(page), *(["--gpus", str(many)] if many > 1 else [])]
+        command = [str(page), *(["--gpus", str(many)] if many > 1 else [])]
+        if "_FUSEBOOK_RECORD" in env:
+            command = ["-c", AHEAD.format(imports=[name.replace("PAGE", page.stem) for name in IMPORTS]), *command]
         with open(folder / "log", "a") as log:  # pages offer their tables in the current folder
-            return subprocess.Popen(command, cwd=folder, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log)
+            how = {"cwd": folder, "env": env, "stdin": subprocess.PIPE, "stdout": log, "stderr": log}
+            return subprocess.Popen([sys.executable, *command], **how)
 
     def _one(self, page, gpu, env):
         folder = self.build / page.stem

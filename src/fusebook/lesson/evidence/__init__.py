@@ -37,6 +37,8 @@ INTERPRETED
     Optional: rows at most of inputs in Triton's interpreter, where a program has many of them.
 KERNELS
     Kernels of the library that the lesson shows, by operator.
+IMPORTS
+    Optional: modules of other packages that take seconds to import; a process that records does it before its turn.
 taking, missing, timed, to_count, TABLE
     Optional: how steps are called and timed, where that needs more than the card's inputs; see
     `fusebook.lesson._launches`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import importlib.util
 import inspect
 import json
@@ -48,6 +49,7 @@ SHAPES = ((4, 32, 8, 64, 0, 2048), (1, 32, 8, 64, 0, 512))
 DTYPES = ("bfloat16",)
 EXTRA_STEPS: Mapping[str, Callable[..., Any]] = {}
 KERNELS = {"rope": ("_rotate_heads",)}
+IMPORTS = ("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3")
 
 Run = tuple[Callable[..., Any], torch.optim.Optimizer]
 
@@ -269,7 +271,14 @@ def _row(name: str, model: str, tokens: int, blocks: int = 3, each: int = 3, **s
 
 
 def alone() -> None:
-    """Print the rows of Liger, whose patch changes transformers' classes: in a process that ends then."""
+    """Print the rows of Liger, whose patch changes transformers' classes: in a process that ends then.
+
+    It imports its packages and waits for its turn, a line on stdin.
+    """
+    for name in (*IMPORTS, "liger_kernel.transformers"):
+        importlib.import_module(name)
+    if not sys.stdin.readline():
+        return
     rows = [_row("Liger", model, tokens) for model in [*MODELS][:2] for tokens in LENGTHS]
     print(json.dumps(rows))
 
@@ -278,17 +287,21 @@ def training() -> pd.DataFrame:
     """A row for each implementation, model and length; eager again at the end, as the GPU's clock may change."""
     _needs_transformers()
     first, second = [*MODELS][:2]
+    liger = None
+    if importlib.util.find_spec("liger_kernel"):
+        code = f"import {__name__} as evidence; evidence.alone()"
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        liger = subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
     rows = [_row(name, first, LENGTHS[0]) for name in IMPLEMENTATIONS if name != "Liger"]
     for model, tokens in ((first, LENGTHS[1]), (second, LENGTHS[0]), (second, LENGTHS[1])):
         rows += [_row(name, model, tokens) for name in EVERYWHERE]
     rows.append({**_row("eager", first, LENGTHS[0]), "implementation": "eager, again"})
     _build("small Llama")  # frees the last one
-    if importlib.util.find_spec("liger_kernel"):
-        code = f"import {__name__} as evidence; evidence.alone()"
-        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        if ran.returncode:
-            raise RuntimeError(f"Liger's patched models: {ran.stderr[-2000:]}")
-        rows += json.loads(ran.stdout.splitlines()[-1])
+    if liger:
+        said, errors = liger.communicate("\n")
+        if liger.returncode:
+            raise RuntimeError(f"Liger's patched models: {errors[-2000:]}")
+        rows += json.loads(said.splitlines()[-1])
     return pd.DataFrame(rows)
 
 
