@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import io
+import itertools
 import re
 import runpy
 import signal
@@ -997,6 +998,30 @@ def test_sizes_and_steps_of_the_evidence_make_a_record_stale(page, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(page.about, "EXTRA_STEPS", {})
     assert code() != before
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_page_records_all_rows_once_and_those_of_a_point_together(name, monkeypatch):
+    about = evidence.load(name)
+    page = object.__new__(lesson.Page)
+    page.about, page.frames = about, SimpleNamespace(known={"sweep": None})
+    calls = []
+    monkeypatch.setattr(sys.modules["fusebook.lesson._page"], "results", lambda op, **how: calls.append((op.name, how)))
+    monkeypatch.setattr(sys.modules["fusebook.lesson._page"], "measured", lambda *_: None)
+    lesson.Page._record(page)
+
+    def rows(name, config, dtype, variants):
+        points = [tuple(dims.items()) for _, dims in bench.points(OPS[name], config)]
+        return [*itertools.product([name], bench.dtypes(dtype), points, variants or OPS[name].variants)]
+
+    given = [row for operator, how in calls for row in rows(operator, **how)]
+    assert len(given) == len(set(given)) and all(how["config"] and how["variants"] for _, how in calls)
+    at = [key for operator, how in calls for key in {row[:3] for row in rows(operator, **how)}]
+    assert len(at) == len(set(at))
+    specs = {n: s for n, s in about.FRAMES.items() if isinstance(s, evidence.Recorded) and not s.borrowed}
+    every = {n: set(rows(s.op, s.config, s.dtype, s.variants)) for n, s in specs.items()}
+    known = every.get("sweep", set())
+    assert set(given) == set().union(*every.values()) - known
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there needs no other one")

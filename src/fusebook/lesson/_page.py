@@ -7,6 +7,7 @@ import copy
 import functools
 import html
 import inspect
+import itertools
 import os
 import re
 import sys
@@ -29,7 +30,7 @@ from fusebook.lesson._counters import counters
 from fusebook.lesson._results import NoResults, measured, results, study
 from fusebook.lesson._show import Shown
 from fusebook.lesson.evidence import Frames, Measured, NotRecorded, Recorded
-from fusebook.measure import inputs, machine
+from fusebook.measure import bench, inputs, machine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -504,10 +505,28 @@ class Page:
         )._now()
 
     def _record(self) -> None:
-        """Record what the evidence reads and the lesson does not show."""
+        """Record what the evidence reads and the lesson does not show: no row twice, and all rows of a point together.
+
+        Frames may share points, whose inputs and references take a while.
+        """
+        known: dict[Any, set[str]] = {}
+        asked: dict[Any, dict[str, None]] = {}
         for name, spec in self.about.FRAMES.items():
-            if isinstance(spec, Recorded) and not spec.borrowed and name not in self.frames.known:
-                results(OPS[spec.op], config=spec.config, dtype=spec.dtype, variants=spec.variants)
+            if isinstance(spec, Recorded) and not spec.borrowed:
+                op = OPS[spec.op]
+                points = [tuple(dims.items()) for _, dims in bench.points(op, spec.config)]
+                for key in itertools.product([spec.op], bench.dtypes(spec.dtype), points):
+                    asked.setdefault(key, {}).update(dict.fromkeys(spec.variants or op.variants))
+                    if name in self.frames.known:
+                        known.setdefault(key, set()).update(spec.variants or op.variants)
+        together: dict[Any, list[Any]] = {}
+        for key, variants in asked.items():
+            left = tuple(variant for variant in variants if variant not in known.get(key, ()))
+            together.setdefault((*key[:2], left), []).append(("", dict(key[2])))
+        for (operator, dtype, left), some in together.items():
+            if left:
+                results(OPS[operator], config=some, dtype=dtype, variants=left)
+        for name, spec in self.about.FRAMES.items():
             if isinstance(spec, Measured) and spec.function and name not in self.frames.known:
                 measured(spec.name, spec.function)
 

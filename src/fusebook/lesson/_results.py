@@ -213,7 +213,7 @@ class NoResults(SystemExit):
 def results(
     op: Op,
     *,
-    config: str,
+    config: str | Sequence[tuple[str, Dims]],
     dtype: str = "float32",
     warmup: int = 5,
     repeat: int = 30,

@@ -61,20 +61,22 @@ _COPY = "copy of the same bytes"
 _KEPT = 2**30
 
 
-def points(op: Op, config: str) -> list[tuple[str, Dims]]:
+def points(op: Op, config: str | Sequence[tuple[str, Dims]]) -> list[tuple[str, Dims]]:
     """The points of a sweep, each with the name of its config.
 
     Parameters
     ----------
-    config : str
+    config : str or sequence of (str, Dims)
         A comma list of names of ``op.configs`` and of sizes: ``4096x781`` sets the integer dimensions in order, ``781``
-        sets every one.
+        sets every one. Or what this returns.
 
     Raises
     ------
     ValueError
         Names what was given and what is accepted.
     """
+    if not isinstance(config, str):
+        return list(config)
     sizes = [k for k, v in next(iter(op.configs.values()))[0].items() if isinstance(v, int)]
     words = {k: v for k, v in next(iter(op.configs.values()))[0].items() if not isinstance(v, int)}
     found: list[tuple[str, Dims]] = []
@@ -399,7 +401,7 @@ def run(
     Parameters
     ----------
     config : str or sequence of (str, Dims)
-        See `points`, or what that returns.
+        See `points`.
     dtype : str
         A comma list of names, see `DTYPES`.
     variants : sequence of str, optional
@@ -425,8 +427,8 @@ def run(
         For a config, dtype or variant that does not exist.
     """
     chosen = dict(op.variants) if variants is None else {name: _variant(op, name) for name in variants}
-    asked = points(op, config) if isinstance(config, str) else list(config)
     # Sizes that a table was read for are NumPy's, which torch.compile takes for tensors: it would time what is eager.
+    asked = points(op, config)
     sweep = [(label, {k: getattr(v, "item", lambda v=v: v)() for k, v in dims.items()}) for label, dims in asked]
     names = dtypes(dtype)
     on = machine or (machines.here() if torch.cuda.is_available() else None)

@@ -234,7 +234,11 @@ def _machine_beside(file: pathlib.Path) -> machines.Machine:
 
 
 def select(
-    frame: pd.DataFrame, op: Op, config: str, dtype: str = "float32", variants: Sequence[str] | None = None
+    frame: pd.DataFrame,
+    op: Op,
+    config: str | Sequence[tuple[str, Dims]],
+    dtype: str = "float32",
+    variants: Sequence[str] | None = None,
 ) -> pd.DataFrame:
     """The rows of a record that are asked for, in that order, with the name of their config.
 
