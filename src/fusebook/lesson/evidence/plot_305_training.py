@@ -13,7 +13,6 @@ import math
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,7 +36,7 @@ from fusebook.lesson.evidence import (
     steps_correct,
     within_tolerance,
 )
-from fusebook.measure import inputs, timing
+from fusebook.measure import inputs, timing, turns
 
 with extra("book"):
     import pandas as pd
@@ -201,7 +200,7 @@ def _step(run: Callable[..., Any], optimizer: torch.optim.Optimizer, ids: torch.
 def _wait() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter()
+    return turns.clock()
 
 
 #: Kinds of kernels, and what names of theirs contain; the first that fits. All others are PyTorch's.
