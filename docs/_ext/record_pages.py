@@ -41,7 +41,7 @@ RECORDS = ROOT / "src" / "fusebook" / "records"
 LINES = 20  # of a log, where a page has failed
 #: What a page imports before its turn, where it is installed. Otherwise first calls would bear the seconds of imports.
 #: The evidence of a lesson may name more.
-IMPORTS = ["fusebook.lesson", "torch._inductor.compile_fx", "liger_kernel.ops", "fusebook.lesson.evidence.PAGE"]
+IMPORTS = ["fusebook.lesson", "torch._inductor.compile_fx", "fusebook.lesson.evidence.PAGE"]
 #: A page that waits for its turn on the GPU with these imports done. Then it runs as Python runs a file. What it leaves
 #: in the file ``waited`` are the seconds that it waited.
 AHEAD = """

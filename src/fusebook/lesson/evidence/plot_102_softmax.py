@@ -25,6 +25,7 @@ STEPS = ("eager", "one_row", "rows", "chunks")
 SHAPES = ((262144, 256), (65536, 781), (32768, 4096), (16384, 12672))
 DTYPES = ("float32", "bfloat16")
 KERNELS = {"softmax": ("_softmax_rows", "_softmax_shared")}
+IMPORTS = ("liger_kernel.ops",)
 #: Rows and columns at which Nsight Compute counts.
 COUNTED = (3168, 12672)
 

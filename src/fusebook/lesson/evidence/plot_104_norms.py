@@ -32,6 +32,7 @@ SHAPES = ((262144, 256), (32768, 8192))
 DTYPES = ("bfloat16",)
 EXTRA_STEPS: Mapping[str, Callable[..., Any]] = {}
 KERNELS: Mapping[str, tuple[str, ...]] = {}
+IMPORTS = ("liger_kernel.ops",)
 #: Rows and columns at which Nsight Compute counts.
 COUNTED = (8192, 8192)
 #: Bytes per second of a GPU's memory, as its datasheet has them.

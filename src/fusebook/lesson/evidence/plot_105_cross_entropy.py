@@ -36,6 +36,7 @@ SHAPES = ((65536, 1000), (4096, 32000), (2048, 128256))
 DTYPES = ("bfloat16",)
 EXTRA_STEPS: Mapping[str, Callable[..., Any]] = {}
 KERNELS: Mapping[str, tuple[str, ...]] = {}
+IMPORTS = ("liger_kernel.ops",)
 #: Rows and columns at which Nsight Compute counts.
 COUNTED = (4096, 32000)
 

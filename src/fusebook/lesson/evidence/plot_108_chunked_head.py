@@ -38,6 +38,7 @@ SHAPES = ((8192, 4096, 128256),)
 DTYPES = ("bfloat16",)
 EXTRA_STEPS: Mapping[str, Callable[..., Any]] = {}
 KERNELS: Mapping[str, tuple[str, ...]] = {}
+IMPORTS = ("liger_kernel.ops",)
 
 _OP = OPS["linear_cross_entropy"]
 

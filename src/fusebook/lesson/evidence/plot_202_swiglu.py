@@ -27,6 +27,7 @@ STEPS = ("eager", "small", "large", "stacked", "few")
 SHAPES = ((4096, 4096, 11008), (1, 4096, 11008))
 DTYPES = ("bfloat16",)
 KERNELS = {"swiglu": ("_swiglu",)}
+IMPORTS = ("liger_kernel.ops",)
 #: Tokens, columns of x and columns of a weight at which Nsight Compute counts.
 COUNTED = (4096, 4096, 11008)
 

@@ -48,7 +48,9 @@ SHAPES = ((4, 32, 8, 64, 0, 2048), (1, 32, 8, 64, 0, 512))
 DTYPES = ("bfloat16",)
 EXTRA_STEPS: Mapping[str, Callable[..., Any]] = {}
 KERNELS = {"rope": ("_rotate_heads",)}
-IMPORTS = ("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3")
+IMPORTS = (
+    "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3", "liger_kernel.ops",
+)  # fmt: skip
 
 Run = tuple[Callable[..., Any], torch.optim.Optimizer]
 
