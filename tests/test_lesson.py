@@ -392,6 +392,14 @@ def test_steps_without_a_record_say_so(losses, monkeypatch, tmp_path):
     assert "no record of cross_entropy_steps" in losses.steps(**dict.fromkeys(losses.about.STEPS, forgetful)).text
 
 
+@pytest.mark.parametrize("name", ["plot_402_two_gpus", "plot_501_onnxruntime"])
+def test_a_box_without_a_record_names_what_it_lacks_and_the_command(name, replayed, monkeypatch):
+    about, empty = evidence.load(name), evidence.Measured("nothing")
+    frames = {k: empty if isinstance(spec, evidence.Measured) else spec for k, spec in about.FRAMES.items()}
+    monkeypatch.setattr(about, "FRAMES", frames)
+    assert "no record of nothing: run `nox -s record` on" in repr(lesson.open(name).verdict())
+
+
 def test_a_lesson_that_is_not_recorded_says_so_under_its_title(losses, monkeypatch, tmp_path):
     monkeypatch.setattr(machines, "places", lambda: [tmp_path])
     monkeypatch.setattr(losses.about, "UNRECORDED", True, raising=False)

@@ -21,6 +21,7 @@ from fusebook.kernels.adamw import _chunk, adamw_step_eager
 from fusebook.kernels.softmax import softmax, softmax_eager
 from fusebook.lesson import _claims, _counters, _place, _results, _show
 from fusebook.lesson._counters import COUNTERS, _counted
+from fusebook.lesson.evidence import Measured, NotRecorded
 from fusebook.measure import bench, record
 from fusebook.measure import machine as machines
 from toy import machine, toy, variant
@@ -235,6 +236,17 @@ def test_what_a_page_measures_is_recorded_and_replayed(monkeypatch, tmp_path):
     assert _results.measured("drift", other).attrs["origin"].stale == (why,)
 
 
+def test_what_an_older_lesson_measured_is_read_by_the_name_of_its_gpu_alone():
+    rows = drift()
+    rows.attrs["origin"] = bench.Origin(machine(slug=machines.SHIPPED), measured=True)
+    record.write(rows, machines.RECORDS, "pages/drift")
+    with pytest.raises(_results.NoResults, match="no record of drift"):
+        _results.measured("drift", drift)
+    with pytest.raises(NotRecorded, match="no record of drift"):
+        Measured("drift").read()
+    assert len(Measured("drift").read(machines.SHIPPED)) == len(rows)
+
+
 def test_what_needs_no_gpu_is_measured_where_it_can_be(monkeypatch):
     monkeypatch.setattr(_place, "live", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -399,7 +411,7 @@ def test_a_page_notes_what_it_reads(monkeypatch, recorded, tmp_path):
     _show.solution("solutions/plot_1.py")
     assert noted() == {"plot_1.py"}
     rows = drift()
-    rows.attrs["origin"] = bench.Origin(machine(slug=machines.SHIPPED), measured=True)
+    rows.attrs["origin"] = bench.Origin(machine(slug=machines.SHIPPED), measured=True, code="0")
     record.write(rows, machines.RECORDS, "pages/drift")
     _results.measured("drift", drift)
     assert noted() == {"drift.csv", "machine.json"}

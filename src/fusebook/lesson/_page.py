@@ -88,11 +88,13 @@ def _or_banner(show: Callable[..., Any]) -> Callable[..., Any]:
     def shown(page: Page, *given: Any, **named: Any) -> Any:
         try:
             return show(page, *given, **named)
-        except NoResults as missing:
+        except (NoResults, NotRecorded) as error:
             if getattr(page.about, "UNRECORDED", False):
                 return page._unrecorded() if show.__name__ == "verdict" else Shown(_NOT_YET, "Not measured yet.")._now()
+            command = "run `nox -s record` on a machine with a GPU."
+            missing = error if isinstance(error, NoResults) else NoResults(f"There is {error}: {command}")
             if _place.flag("FUSEBOOK_STRICT"):
-                raise
+                raise missing from None
             return missing.banner._now()
 
     return shown

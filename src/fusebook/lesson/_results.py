@@ -358,9 +358,13 @@ def measured(
         if on_gpu and folder and (by_device or "clocks" not in _clocks() or host_pass):
             record.write(frame, folder, record_name)
     else:
-        if not (found := [known] if known else _recorded(record_name)):
+        at = [known] if known else _recorded(record_name)
+        found = [
+            frame for place in at if (frame := record.read(record_name, place.name, place.parent)).attrs["origin"].code
+        ]
+        if not found:  # one without a code is of an older lesson, with other names
             _nothing(f"{name} on {machine.slug()}", "nox -s record")
-        frame = _noted(record.read(record_name, found[0].name, found[0].parent))
+        frame = _noted(found[0])
         was = frame.attrs["origin"]
         _place.stale(was.code != code)
         stale = () if was.code == code else (f"{name} was measured before the code changed (at commit {was.commit})",)

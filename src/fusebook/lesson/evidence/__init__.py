@@ -131,30 +131,31 @@ class Measured:
     ----------
     name : str
         The record, ``records/<gpu>/pages/<name>.csv``.
-    older : mapping of str to str
-        Names of columns and of steps in records that are older than today's names.
+    names : mapping of str to str
+        What claims call some columns of the record.
     function : callable, optional
         Measures it on a GPU, where the lesson shows none of it.
     """
 
     name: str
-    older: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
     function: Callable[[], pd.DataFrame] | None = None
 
     def read(self, gpu: str = "") -> pd.DataFrame:
-        """The rows of a recorded GPU, by default of the one that is replayed, under today's names."""
+        """The rows of a recorded GPU, by default of the one that is replayed, as claims read them."""
         for place in _places(gpu):
             if (place / "pages" / f"{self.name}.csv").exists():
                 _place.note(place / "pages" / f"{self.name}.csv")
                 frame = record.read(f"pages/{self.name}", place.name, place.parent)
+                if not (gpu or frame.attrs["origin"].code):  # of an older lesson, with other names
+                    continue
                 frame.attrs["origin"] = dataclasses.replace(frame.attrs["origin"], page=self.name)
                 return self.renamed(frame)
         raise NotRecorded(f"no record of {self.name}")
 
     def renamed(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The same rows under today's names."""
-        frame = frame.rename(columns=dict(self.older))
-        return frame.assign(step=frame["step"].replace(dict(self.older))) if "step" in frame else frame
+        """The same rows, with the columns that claims read."""
+        return frame.rename(columns=dict(self.names))
 
 
 class Frames(Mapping[str, Any]):

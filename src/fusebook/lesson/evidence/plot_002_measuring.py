@@ -242,32 +242,16 @@ def second_opinion() -> pd.DataFrame:
 # Records --------------------------------------------------------------------------------------------------------------
 
 
-class _Stopwatches(Measured):
-    """What stopwatches show; an older record has three of them, in columns."""
-
-    def renamed(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The same rows under today's names."""
-        if "shape" in frame:
-            return frame
-        names = {"not waiting us": "naive", "call us": "wait", "cold us": "flushed"}
-        found = frame.rename(columns=names).melt("MiB copied", [*names.values()], "step", "gpu_us")
-        n = (found.pop("MiB copied") * 2**18) ** 0.5
-        found["shape"] = [f"{side:.0f}x{side:.0f}" for side in n]
-        found.attrs.update(frame.attrs)
-        return found.assign(dtype="float32")
-
-
-_OLD = {"what": "step"}
 FRAMES: dict[str, Any] = {
     "sweep": Recorded("double", "large", "float32", ("eager", "CUDA C", "fusebook", "torch.compile"), borrowed=True),
-    "steps": _Stopwatches("measuring_clock"),
-    "cache": Measured("measuring_cache", {"MB read and written": "step"}, cache_not_flushed),
-    "first": Measured("measuring_first", _OLD, first_call),
-    "flush": Measured("measuring_flush", _OLD, flush_that_ends_in_writes),
-    "fresh": Measured("measuring_fresh", _OLD, fresh_and_reused),
-    "lazy": Measured("measuring_lazy", _OLD, zeros_and_unwritten),
-    "small": Measured("measuring_host", _OLD, small_calls),
-    "second": Measured("measuring_second", _OLD, second_opinion),
+    "steps": Measured("measuring_clock"),
+    "cache": Measured("measuring_cache", function=cache_not_flushed),
+    "first": Measured("measuring_first", function=first_call),
+    "flush": Measured("measuring_flush", function=flush_that_ends_in_writes),
+    "fresh": Measured("measuring_fresh", function=fresh_and_reused),
+    "lazy": Measured("measuring_lazy", function=zeros_and_unwritten),
+    "small": Measured("measuring_host", function=small_calls),
+    "second": Measured("measuring_second", function=second_opinion),
 }
 
 

@@ -133,66 +133,12 @@ def checks() -> pd.DataFrame:
 # Records --------------------------------------------------------------------------------------------------------------
 
 
-class _Ways(Measured):
-    """The steps; an older record has other names, and the compiled functions as well."""
-
-    def renamed(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The same rows under today's names."""
-        if "shape" in frame:
-            return frame
-        us = frame.set_index("way")
-        rows = {
-            "eager": "torch.exp",
-            "brackets": "kernel[grid]",
-            "planned": "this page's plan",
-            "fusebook": "fusebook.exp",
-            GRAPH: "CUDA graph of 100",
-        }
-        found = us.loc[[*rows.values()]].set_axis([*rows], axis=0).rename_axis("step").reset_index()
-        found = found.rename(columns={"host us": "launch_us", "warm us": "gpu_warm_us"})
-        recorded = us["host us"].filter(like=", gradient recorded").rename(lambda name: name.partition(",")[0])
-        found["gradient_us"] = found["step"].map(rows).map(recorded)
-        found = found.assign(end_to_end_us=found["launch_us"], correct=math.nan, shape="64x64", dtype="float32")
-        found.attrs.update(frame.attrs)
-        return found
-
-
-class _Compiled(Measured):
-    """The compiled functions; an older record has them among the steps."""
-
-    def read(self, gpu: str = "") -> pd.DataFrame:
-        """The rows of a recorded GPU, by default of the one that is replayed."""
-        try:
-            return super().read(gpu)
-        except NotRecorded:
-            found = Measured("launching_ways", {"way": "step", "host us": "launch_us"}).read(gpu)
-            return found[found["step"].str.contains("torch.compile|reduce-overhead")]
-
-
-class _Parts(Measured):
-    """The parts of a planned call; in an older record the look-up has two parts."""
-
-    def renamed(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The same rows under today's names."""
-        frame = frame.rename(columns={"part": "step"})
-        us = frame.set_index("step")["us"]
-        if "the key" not in us:
-            return frame
-        rows = {
-            "look-up of the plan": us["the key"] + us["the lookup"],
-            "memory of y": us["torch.empty_like"],
-            "launch": us["launch(y, x)"],
-            "whole call": us["the whole call"],
-        }
-        return pd.DataFrame({"step": rows.keys(), "us": rows.values()})
-
-
 FRAMES: dict[str, Any] = {
     "sweep": Recorded("exp", "small", "float32", ("eager", "torch.compile", "fusebook"), borrowed=True),
-    "steps": _Ways("launching_ways"),
-    "compiled": _Compiled("launching_compiled", function=compiled_calls),
-    "parts": _Parts("launching_parts"),
-    "checks": Measured("launching_checks", {"call": "step"}, checks),
+    "steps": Measured("launching_ways"),
+    "compiled": Measured("launching_compiled", function=compiled_calls),
+    "parts": Measured("launching_parts"),
+    "checks": Measured("launching_checks", function=checks),
 }
 
 

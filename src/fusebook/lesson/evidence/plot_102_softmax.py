@@ -41,31 +41,8 @@ FRAMES = {
     "large": Recorded("softmax", _LARGE, _BOTH),
     "vocabulary": Recorded("softmax", "4096x32000,256x128256,4096x128256", _BOTH),
     "gradient": Recorded("softmax_backward", _GRADIENTS, _BOTH, ("eager", "torch", "fusebook")),
-    "steps": Measured(
-        "softmax_steps",
-        {
-            "us": "gpu_us",
-            "copy us": "copy_us",
-            "right": "correct",
-            "the chain": "eager",
-            "step one, 4 warps": "one_row",
-            "step one, the tutorial's warps": "one_row, more warps",
-            "step two": "rows",
-            "step three": "chunks",
-            "the tutorial of today": "persistent",
-            "the library": "fusebook",
-        },
-    ),
-    "counters": Measured(
-        "softmax_counters",
-        {
-            "the chain": "eager",
-            "step one, 4 warps": "one_row",
-            "step one, the tutorial's warps": "one_row, more warps",
-            "step three": "chunks",
-            "the library": "fusebook",
-        },
-    ),
+    "steps": Measured("softmax_steps"),
+    "counters": Measured("softmax_counters"),
     "exp": Recorded("exp", "8192x8192", variants=("CUDA C", "CUDA C, fast math"), borrowed=True),
 }
 

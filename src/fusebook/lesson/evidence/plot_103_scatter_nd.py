@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -132,35 +131,13 @@ EXTRA_STEPS: Mapping[str, Callable[..., Any]] = {
 
 
 class _Steps(Measured):
-    """Steps, and by which size the lesson's table shows them; older records lack the time of a copy."""
+    """Steps, and by which size the lesson's table shows them."""
 
     def renamed(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The same rows under today's names."""
-        frame = super().renamed(frame)
-        if "shape" not in frame:
-            sizes = frame[["R", "D", "n"]].astype(int).astype(str)
-            frame = frame.assign(shape=sizes["R"] + "x" + sizes["D"] + "x" + sizes["n"], dtype="float32")
-            parts = [tables.where(FRAMES[name].read(), variant="fusebook", law="uniform") for name in _COPIED]
-            known = tables.where(pd.concat(parts), dtype="float32")
-            sizes = known[["R", "D", "n"]].astype(int).astype(str)
-            copied = dict(zip(sizes["R"] + "x" + sizes["D"] + "x" + sizes["n"], known["copy_us"], strict=True))
-            frame["copy_us"] = [copied.get(shape, math.nan) for shape in frame["shape"]]
+        """The same rows, and where they are in the table."""
         return frame.assign(at=frame["shape"].str.rpartition("x")[0].str.replace("x", " x "))
 
 
-_COPIED = ("sweep", "llama")
-_OLDER = {
-    "us": "gpu_us",
-    "right": "correct",
-    "the chain": "eager",
-    "theirs": "by column",
-    "theirs, shared indices, mended": "by column, shared",
-    "theirs, as published: wrong": "as published",
-    "step one, atomic": "atomic",
-    "step two, owner": "owner",
-    "step three, sorted": "fusebook sorted",
-    "the library": "fusebook",
-}
 _SQUARES = "256x512x512,512x1024x1024,1024x2048x2048,2048x4096x4096,4096x8192x8192,8192x16384x16384"
 _CHECKED = "256x512x512,2048x4096x4096,8192x16384x16384"
 _NAME = "masked_scatter_nd_of_shape"
@@ -172,8 +149,8 @@ FRAMES: dict[str, Any] = {
     "checked": Recorded(_NAME, _CHECKED, "float32", ("fusebook sorted", "fusebook, checked")),
     "components": Recorded("scatter_nd_of_shape", "components", "float32"),
     "embedding": Recorded("embedding_backward", "llama", "float32"),
-    "steps": _Steps("scatter_nd_source", _OLDER),
-    "counters": Measured("scatter_nd_counters", _OLDER),
+    "steps": _Steps("scatter_nd_source"),
+    "counters": Measured("scatter_nd_counters"),
 }
 
 
@@ -549,8 +526,6 @@ LOG = (
     "With very many updates the library does not compare all with all. Atomic operations on integers count and number "
     "the updates of each row, and a program owns each row.",
     "The second launch of sorted updates is programmatic and dependent: it starts while the first one still sorts.",
-    "The record of the H200 is older than step 3, which bisects. Its *fusebook sorted* is the library's strategy. Its "
-    "kernels of steps 1 and 2 also take indices that count from the end.",
     "Random problems: in fp16 and bf16 the compiled gradient of an embedding adds into the table itself and rounds at "
     "every addition. That is correct as long as a row is looked up a few times. Fusebook adds in float32 and rounds "
     "once. It sorts the lookups first, or rounds a table of float32 afterwards: one more launch, or one more pass.",

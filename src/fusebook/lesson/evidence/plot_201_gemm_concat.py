@@ -515,8 +515,6 @@ LOG = (
     "the views that the default of torch.compile writes into. This is a reading of the times, not of the code.",
     "Large matmuls draw as much power as the GPU may, and its clock depends on what ran before. Implementations in one "
     "table are timed in turn and can be compared. The same kernel in two tables may differ.",
-    "The record of the steps is older than step 3. It also has the library's kernel with one program for each tile, "
-    "named *step two, descriptors*, and with programs that take one tile after another, *step three, persistent*.",
     "Random problems: packed weights are concatenated before the clock starts, and are one matmul to PyTorch. "
     "Fusebook takes both as they are.",
     "Random problems, up to 64 rows: each weight is read once, and memory decides the time. Tiles are narrow there, "

@@ -91,38 +91,13 @@ def in_turn() -> pd.DataFrame:
     return pd.DataFrame(parts)
 
 
-class _Steps(Measured):
-    """Steps, whose older records name sizes in columns of their own."""
-
-    def renamed(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The same rows under today's names, with their shapes."""
-        frame = super().renamed(frame)
-        if "shape" in frame:
-            return frame
-        parts = [frame[name].astype(int).astype(str) for name in "MKN"]
-        return frame.assign(shape=parts[0] + "x" + parts[1] + "x" + parts[2], dtype="bfloat16")
-
-
-_OLDER = {
-    "us": "gpu_us",
-    "right": "correct",
-    "cold_us": "gpu_us",
-    "warm_us": "gpu_warm_us",
-    "variant": "step",
-    "the product alone": _BARE,
-    "step one": "small",
-    "step one, 64 x 64": "small",
-    "step one, 128 x 128": "large",
-    "torch.compile, max-autotune": "max-autotune",
-    "the library": "fusebook",
-}
 FRAMES = {
     "sweep": Recorded("swiglu", ",".join(f"{M}x4096x11008" for M in (1, 16, 64, 1024, 4096)), "bfloat16", _FREE),
     "layers": Recorded("swiglu", "256x1024x2816,8192x4096x14336,16x8192x28672", "bfloat16", _FREE),
     "others": Recorded("swiglu", "small", "float16,float32", ("eager", "packed", *_OWN, *_TF32)),
-    "steps": _Steps("swiglu_compiled", _OLDER),
-    "counters": Measured("swiglu_counters", _OLDER),
-    "turns": Measured("swiglu_in_turn", _OLDER, in_turn),
+    "steps": Measured("swiglu_compiled"),
+    "counters": Measured("swiglu_counters"),
+    "turns": Measured("swiglu_in_turn", function=in_turn),
 }
 
 
@@ -419,7 +394,6 @@ LOG = (
     "With few rows of float32 several programs share the sum of a tile over K, and a second kernel adds their parts.",
     "A time that is less than the roofline is not kept, and the record says too fast. In float32 the roofline is the "
     "rate of torch's own matmul, and three matmuls in TF32 can take less.",
-    "The record of the H200 is older than steps 3 and 4. It has one token and 4096 for the other steps.",
     "Random problems, few to some hundred rows: one library matmul of packed weights and one compiled kernel are "
     "faster at some. A tile of Fusebook's kernel also holds sums of both weights, which leaves half as many tiles to "
     "choose from. Tiles of 64 x 32 to 128 x 128 columns of both were tried, and two and three programs per "

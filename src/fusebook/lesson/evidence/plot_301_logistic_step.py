@@ -157,39 +157,14 @@ def ten_thousand() -> pd.DataFrame:
 
 # Records --------------------------------------------------------------------------------------------------------------
 
-_OLDER = {
-    "step one": "rows",
-    "step two, the library's": "fusebook.logistic_step",
-    "step three, one program": "alone",
-    "step four, barriers": "barriers",
-    "step five, the library's": "fusebook",
-    "the library": "fusebook.logistic_step",
-    "a hundred steps, on the chip": "fusebook",
-}
-
-
-class _Steps(Measured):
-    """Steps of an older form of the page; not needed once the page is recorded."""
-
-    def renamed(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The same rows under today's names."""
-        if "shape" in frame:
-            return frame
-        found = super().renamed(frame).rename(columns={"us": "gpu_warm_us", "right": "correct"})
-        shapes = found["N"].astype(str) + "x" + found["D"].astype(str)
-        found = found.assign(shape=shapes, dtype="float32")
-        found.attrs.update(frame.attrs)
-        return found
-
-
 _LOOPS = ("eager", "torch.compile", "eager in a graph", "torch.compile in a graph", "fusebook steps", "fusebook")
 FRAMES: dict[str, Any] = {
     "sweep": Recorded("logistic_fit", "rows,features", "float32", _LOOPS),
     "step": Recorded("logistic_step", "classic", "float32"),
     "large": Recorded("logistic_step", "roof", "float32", ("eager", "torch.compile", "fusebook")),
-    "steps": _Steps("logistic_steps", _OLDER),
-    "seconds": Measured("logistic_seconds", {"way": "step"}, ten_thousand),
-    "counters": Measured("logistic_counters", _OLDER),
+    "steps": Measured("logistic_steps"),
+    "seconds": Measured("logistic_seconds", function=ten_thousand),
+    "counters": Measured("logistic_counters"),
 }
 
 

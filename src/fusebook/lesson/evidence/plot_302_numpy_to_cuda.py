@@ -305,34 +305,14 @@ def beyond_numpy() -> pd.DataFrame:
 
 # Records --------------------------------------------------------------------------------------------------------------
 
-_OLDER = {
-    "way": "step",
-    "a tensor on the GPU goes in": "step",
-    "NumPy": "numpy",
-    "compiled, arrays in and out": "arrays",
-    "the copies alone": "copies",
-    "copies, into old labels": "copies, old",
-    "compiled, tensors in and out": "tensors",
-    "Fusebook, tensors in and out": "fusebook",
-}
-
-
-class _Kept(Measured):
-    """A record whose rows are no steps."""
-
-    def renamed(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The rows as they are."""
-        return frame
-
 
 class _Steps(Measured):
     """Steps, with their sizes and with latencies in microseconds."""
 
     def renamed(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The same rows under today's names."""
-        found = super().renamed(frame)
+        """The same rows with both."""
         n, d, k = SHAPES[0]
-        found = found.assign(shape=f"{d}x{k}x{n}", latency_us=1e6 * found["seconds"])
+        found = frame.assign(shape=f"{d}x{k}x{n}", latency_us=1e6 * frame["seconds"])
         found.attrs.update(frame.attrs)
         return found
 
@@ -341,11 +321,11 @@ class _Steps(Measured):
 _COMPARED = ("eager", "torch.compile", "fusebook", "fusebook, checked")
 FRAMES: dict[str, Any] = {
     "sweep": Recorded("kmeans_assign", "plane", "float32", _COMPARED, borrowed=True),
-    "steps": _Steps("kmeans_ladder", _OLDER),
-    "cpu": _Kept("kmeans_cpu", function=compiled_for_the_cpu),
-    "inductor": _Kept("kmeans_inductor", function=compiled_for_cuda),
-    "spellings": Measured("kmeans_ways", _OLDER, spellings),
-    "beyond": Measured("kmeans_beyond", _OLDER, beyond_numpy),
+    "steps": _Steps("kmeans_ladder"),
+    "cpu": Measured("kmeans_cpu", function=compiled_for_the_cpu),
+    "inductor": Measured("kmeans_inductor", function=compiled_for_cuda),
+    "spellings": Measured("kmeans_ways", function=spellings),
+    "beyond": Measured("kmeans_beyond", function=beyond_numpy),
 }
 
 
@@ -562,8 +542,6 @@ def _threads(frames: Frames, dtype: str = "float64") -> pd.Series:
 
 
 def _correct(frames: Frames) -> pd.Series:
-    if "correct" not in frames["steps"]:
-        raise NotRecorded("the record is older than this check")
     return frames["steps"].set_index(["step", "dtype"])["correct"]
 
 

@@ -75,26 +75,6 @@ def to_count(steps: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[[], 
 # Records --------------------------------------------------------------------------------------------------------------
 
 
-class _Steps(Measured):
-    """Steps, under a shape and a dtype that name their labels."""
-
-    def renamed(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The same rows under today's names."""
-        frame = super().renamed(frame)
-        if "shape" in frame:
-            return frame
-        return frame.assign(shape=frame["labels"] + "x20000000", dtype=frame["labels"])
-
-
-_OLDER = {
-    "us": "gpu_us",
-    "right": "correct",
-    "step one": "one_pass",
-    "step two": "pairs",
-    "the library's": "fusebook",
-    "assignment, then update": "two calls",
-    "both in a pass": "one iteration",
-}
 _PLANE = ("eager", "torch.cdist", "torch.compile", "fusebook", "fusebook, checked")
 _PRODUCTS = ("torch.cdist", "torch.compile", "torch.compile, product", "fusebook")
 _UPDATES = ("eager", "torch.compile", "sorted", "product", "torch.compile, product", "fusebook")
@@ -106,8 +86,8 @@ FRAMES: dict[str, Any] = {
     "laws": Recorded("kmeans_assign", "laws", "float32", ("torch.cdist", "fusebook")),
     "update": Recorded("kmeans_update", "plane,wide", "float32", _UPDATES),
     "step": Recorded("kmeans_step", "plane,wide", "float32", _ITERATIONS),
-    "steps": _Steps("kmeans_teaching", _OLDER),
-    "counters": Measured("kmeans_counters", _OLDER),
+    "steps": Measured("kmeans_teaching"),
+    "counters": Measured("kmeans_counters"),
 }
 
 

@@ -185,44 +185,16 @@ def walks() -> pd.DataFrame:
 
 # Records --------------------------------------------------------------------------------------------------------------
 
-_WALKS = {
-    "bfloat16, rounded to nearest": "nearest",
-    "bfloat16, rounded by chance": "chance",
-    "bfloat16, with a float32 master": "master",
-}
-_COUNTED = {"the loop": "loop", "step one": "per_tensor", "step two": "table", "the library": "fusebook"}
-
-
-class _Steps(Measured):
-    """Steps of an older form of the page; not needed once the page is recorded."""
-
-    def renamed(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The same rows under today's names. The others of then had another meaning or another clock."""
-        if "shape" in frame:
-            return frame
-        names = {
-            "a loop of operations": "loop",
-            "step one, a launch a tensor": "per_tensor",
-            "step two, a table, built anew": "table",
-        }
-        found = frame.assign(step=frame["way"].map(names), shape="10000000x1000", dtype="float32", correct=True)
-        found = found.rename(columns={"host us": "launch_us", "device us": "gpu_us"})
-        found = found[found["step"].notna()].assign(latency_us=math.nan)
-        found["end_to_end_us"] = tables.paid(found)
-        found.attrs.update(frame.attrs)
-        return found.reset_index(drop=True)
-
-
 _TWO = ("fused=True", "fusebook")
 FRAMES: dict[str, Any] = {
     "sweep": Recorded("adamw_step", "small", "float32"),
     "uneven": Recorded("adamw_step", "uneven", "float32", _TWO),
     "kinds": Recorded("adamw_step", "kinds", "bfloat16", _TWO),
-    "steps": _Steps("adamw_steps"),
-    "host": Measured("adamw_host", {"call": "step"}, host_times),
-    "walk": Measured("adamw_walk", {"way": "step", **_WALKS}, walks),
-    "billion": Measured("adamw_billion", {"way": "step", "a copy of the same bytes": "copy"}, billion),
-    "counters": Measured("adamw_counters", _COUNTED),
+    "steps": Measured("adamw_steps"),
+    "host": Measured("adamw_host", function=host_times),
+    "walk": Measured("adamw_walk", function=walks),
+    "billion": Measured("adamw_billion", function=billion),
+    "counters": Measured("adamw_counters"),
 }
 
 

@@ -87,33 +87,11 @@ def products() -> pd.DataFrame:
 # Records --------------------------------------------------------------------------------------------------------------
 
 
-class _Steps(Measured):
-    """Steps, under a shape that ends with the number of points."""
-
-    def renamed(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The same rows under today's names."""
-        frame = super().renamed(frame)
-        if "shape" in frame:
-            return frame
-        sizes = frame[["d", "k", "n"]].astype(int).astype(str)
-        return frame.assign(shape=sizes["d"] + "x" + sizes["k"] + "x" + sizes["n"], dtype="float32")
-
-
-_OLDER = {
-    "us": "gpu_us",
-    "right": "correct",
-    "torch.cdist, argmin": "cdist",
-    "torch.compile, product": "compiled matmul",
-    "step three, float64": "float64",
-    "step four, a screen": "filtered",
-    "the library": "fusebook",
-    "the library, no screen": "fusebook, no filter",
-}
 _PRODUCTS = ("torch.cdist", "torch.compile", "torch.compile, product", "fusebook")
 FRAMES: dict[str, Any] = {
     "sweep": Recorded("kmeans_assign", "wide", "float32", _PRODUCTS, borrowed=True),
     "laws": Recorded("kmeans_assign", "laws", "float32", ("torch.cdist", "fusebook"), borrowed=True),
-    "steps": _Steps("kmeans_screen_steps", _OLDER),
+    "steps": Measured("kmeans_screen_steps"),
     "product": Measured("kmeans_product", function=products),
 }
 

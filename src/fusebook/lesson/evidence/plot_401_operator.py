@@ -106,66 +106,9 @@ def in_use(functions: Mapping[str, Callable[..., Any]], x: Tensor) -> dict[str, 
 
 # Records --------------------------------------------------------------------------------------------------------------
 
-_COSTS = {
-    "launch_us": {
-        "the function": "function",
-        "custom_op, + batch": "operator",
-        "Library.impl": "library",
-        "triton_op": "visible",
-        "custom_op, a name": "no batch rule",
-        "torch's silu": "torch",
-        "fusebook.silu": "fusebook",
-    },
-    "gradient_us": {
-        "custom_op and back": "operator",
-        "torch's silu and back": "torch",
-        "fusebook.silu and back": "fusebook",
-    },
-    "vmap_us": {
-        "custom_op in vmap": "operator",
-        "custom_op in vmap, no rule": "no batch rule",
-        "torch's silu in vmap": "torch",
-        "fusebook.silu in vmap": "fusebook",
-    },
-    "compiled_us": {
-        "torch.compile of the chain": "eager",
-        "torch.compile of the operator": "operator",
-        "torch.compile of the triton_op": "visible",
-        "torch.compile of fusebook.silu": "fusebook",
-    },
-}
-_OLDER = {
-    "the chain": "eager",
-    "a function": "function",
-    "and a batch": "operator",
-    "triton_op": "visible",
-    "torch's silu": "torch",
-    "fusebook.silu": "fusebook",
-}
-
-
-class _Steps(Measured):
-    """Two records of an older form of the page; not needed once the page is recorded."""
-
-    def renamed(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The same rows under today's names, and the times of small calls, which were a record of their own."""
-        if "shape" in frame:
-            return frame
-        large = frame.assign(step=frame["step"].map(_OLDER), shape="8192x8192", dtype="float32")
-        large = large[large["step"].notna()].rename(columns={"right": "correct", "cold us": "gpu_us"})
-        large = large.assign(end_to_end_us=large["gpu_us"])  # a launch takes less
-        us = Measured("operator_costs", {"way": "step"}).read().set_index("step")["host us"]
-        small = pd.DataFrame({c: us.rename(index=names)[[*names.values()]] for c, names in _COSTS.items()})
-        small = small.rename_axis("step").reset_index().assign(shape="64x64", dtype="float32")
-        small["end_to_end_us"] = small["launch_us"]  # the GPU needs less for 4096 elements
-        found = pd.concat([small, large.drop(columns="us")], ignore_index=True)
-        found.attrs.update(frame.attrs)
-        return found
-
-
 FRAMES: dict[str, Any] = {
     "sweep": Recorded("silu", "small", "float32", ("eager", "torch", "torch.compile", "fusebook"), borrowed=True),
-    "steps": _Steps("operator_steps"),
+    "steps": Measured("operator_steps"),
 }
 
 

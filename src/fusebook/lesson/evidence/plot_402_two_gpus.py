@@ -326,19 +326,11 @@ class _Named(Measured):
         return found
 
 
-class _Plain(Measured):
-    """Rows as they are."""
-
-    def renamed(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The same rows."""
-        return frame
-
-
 FRAMES: dict[str, Any] = {
     "steps": _Named("gpus_scaling"),
     "agreement": _Named("gpus_agreement"),
-    "copies": _Plain("gpus_copies", function=copies),
-    "jobs": _Plain("gpus_jobs", function=jobs),
+    "copies": Measured("gpus_copies", function=copies),
+    "jobs": Measured("gpus_jobs", function=jobs),
 }
 
 

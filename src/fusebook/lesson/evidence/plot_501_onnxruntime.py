@@ -206,44 +206,13 @@ def without_python() -> pd.DataFrame:
 
 # Records --------------------------------------------------------------------------------------------------------------
 
-_OLDER = {
-    "run": "step",
-    "right": "correct",
-    "us": "latency_us",
-    "cold us": "gpu_us",
-    "the chain": "chain",
-    "the chain, arrays of NumPy": "chain, arrays",
-    "the chain, captured": "chain, captured",
-    "step one, callback": "callback",
-    "step one, callback, captured": "captured",
-    "Fusebook's kernels, callback": "library",
-    "Fusebook's kernels, callback, captured": "library, captured",
-    "Fusebook's kernels, ahead of time": "built",
-    "Fusebook's kernels, ahead of time, captured": "built, captured",
-    "Fusebook's kernels, from torch": "from torch",
-}
-
-
-class _Older(Measured):
-    """Also records of an older form of the page; not needed once the page is recorded."""
-
-    def renamed(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The same rows under today's names."""
-        renamed = super().renamed(frame if "step" in frame or "run" in frame else frame.assign(step="built"))
-        if self.name.endswith("steps") and "shape" not in renamed:
-            sizes = (renamed[name].astype(str) for name in ("R", "D", "n"))
-            renamed = renamed.assign(shape=["x".join(size) for size in zip(*sizes, strict=True)], dtype="float32")
-        renamed.attrs.update(frame.attrs)
-        return renamed
-
-
 FRAMES: dict[str, Any] = {
     "sweep": Recorded("onnxruntime_nodes", "small,medium,large", "float32"),
     "llama": Recorded("onnxruntime_nodes", "32000x4096x2048", "float32,float16"),
-    "steps": _Older("onnxruntime_steps", _OLDER),
-    "overhead": _Older("onnxruntime_overhead", _OLDER, overhead),
-    "captured": _Older("onnxruntime_captured", _OLDER, replayed),
-    "alone": _Older("onnxruntime_alone", {}, without_python),
+    "steps": Measured("onnxruntime_steps"),
+    "overhead": Measured("onnxruntime_overhead", function=overhead),
+    "captured": Measured("onnxruntime_captured", function=replayed),
+    "alone": Measured("onnxruntime_alone", function=without_python),
 }
 
 
