@@ -23,9 +23,9 @@ book.spread()
 # %%
 # Widths are those of models (65 %), other multiples of 8 (25 %) and odd
 # (10 %). 80 % of the problems are contiguous in memory. The evidence of each
-# lesson lists its problems and says why Fusebook is slower where it is. On
-# your GPU, ``--seed 7`` draws other ones. So does a command, for the operators
-# that you name:
+# lesson lists its problems, and says why Fusebook is slower where we know it.
+# On your GPU, ``--seed 7`` draws other ones. So does a command, for the
+# operators that you name:
 #
 # .. code-block:: sh
 #

@@ -304,6 +304,8 @@ LOG = (
     "to 54 % of the GPU's bandwidth.",
     "The package of ONNX Runtime 1.31 has its fpA_intB kernels for four bits in blocks of 32 alone, where the weight "
     "is a constant of the graph. Groups of 128 take other kernels, whatever ORT_FPA_INTB_GEMM says.",
+    "Random problems: the warps of one program divide a sum over K, and programs do not. So a weight of few rows and "
+    "a long K keeps a few multiprocessors busy. A library's matmul divides such a sum among programs.",
     "ONNX Runtime gets the weight as an input of the graph, so that one session serves all values of it. tinygemm "
     "takes bfloat16 alone.",
 )

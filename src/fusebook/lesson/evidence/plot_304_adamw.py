@@ -467,9 +467,7 @@ LOG = (
     "Random bits come from a counter, mixed by a few multiplications. Nothing is stored, and the same seed and step "
     "give the same bits.",
     "Random problems: lists of few elements are one launch, which first reads from a table where its tensors are. A "
-    "compiled step has the addresses as arguments. Two lists, of 348 elements and of 240 tensors, were timed while "
-    "something unknown disturbed the GPU. In a second trial by themselves, Fusebook took less time than any "
-    "implementation has in the record.",
+    "compiled step has the addresses as arguments.",
     "Random problems: chunks of 256 to 1024 elements with one to four blocks of each were tried. From three million "
     "elements on all are within a few percent. Few elements of fp16 and bf16 are stepped by short chunks, whose "
     "programs all run at once.",
