@@ -4,7 +4,7 @@ Random problems: what to expect at your size
 
 A benchmark shows sizes that its author chose, and a kernel is fast where it
 was tuned. Here a rule that knows nothing of the kernels draws the problems.
-No kernel was tuned with this seed.
+No kernel was tuned with them.
 
 Prerequisites: :doc:`plot_900_all_results`.
 """
