@@ -243,7 +243,7 @@ def test_keys_hold_the_number_that_stands_for_labels_out_of_range():
 @pytest.mark.parametrize("dtype", module.DTYPES)
 @pytest.mark.parametrize(
     ("n", "d", "k", "parts"),
-    [(1, 1, 1, 1), (2, 20, 7, 1), (5, 3, 40, 1), (130, 33, 9, 1), (3, 300, 5, 1), (2048, 2, 2, 1), (2600, 20, 3, 2)],
+    [(1, 1, 1, 1), (2, 20, 7, 1), (5, 3, 40, 1), (130, 33, 9, 1), (3, 300, 5, 1), (1024, 2, 2, 1), (2600, 20, 3, 3)],
 )
 def test_a_small_problem_is_one_launch_or_two(n, d, k, parts, dtype, device):
     """Whatever was in the output before; points and labels lie across, and the last centre has none of them."""

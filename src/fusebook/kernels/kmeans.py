@@ -1032,7 +1032,7 @@ _MOST = 8192
 #: Labels that a program compares at once.
 _LOOK = 1024
 #: Comparisons of a label for each multiprocessor, up to which labels are not sorted.
-_DIRECT = 2**18
+_DIRECT = 3 * 2**15
 
 
 def _sums_fit(d: int, k: int) -> bool:
@@ -1043,7 +1043,7 @@ def _sums_fit(d: int, k: int) -> bool:
 def _direct_pays(n: int, d: int, k: int, processors: int) -> bool:
     """Whether it is sooner that programs look for the points of their centres among all labels than to sort them."""
     if _sums_fit(d, k):
-        return n <= 2 * _LOOK  # one launch, not two
+        return n <= 2 * _LOOK
     return n * k * triton.cdiv(d, 512) <= _DIRECT * processors
 
 
@@ -1304,7 +1304,7 @@ def _launch_direct(out: Tensor, points: Tensor, labels: Tensor, old: Tensor | No
     # Long pieces of points where programs are enough; one program may have most of the points to load.
     wide = min(triton.next_power_of_2(d), max(32, min(512, triton.next_power_of_2(k * d // most))))
     tiles, look = triton.cdiv(d, wide), min(_LOOK, triton.next_power_of_2(n))
-    each = max(2, triton.cdiv(n, most * _LOOK)) * _LOOK
+    each = triton.cdiv(n, most * _LOOK) * _LOOK
     splits = triton.cdiv(n, each)
     programs = min(k, max(1, most // (tiles * splits)))
     wider = accumulated(points.dtype)
