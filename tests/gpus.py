@@ -83,6 +83,7 @@ LARGER = {
     "swiglu": TILES,
     "kmeans_assign": POINTS,
     "kmeans_step": POINTS,
+    "kmeans_update": ({"n": 200_000, "d": 64, "k": 256, "labels": "int64", "law": "blobs"},),  # sorts
 }
 
 
