@@ -145,6 +145,9 @@ def test_wrong_calls_are_refused_in_one_sentence(tmp_path):
     for threads, error in ((-1, ValueError), (10**6, ValueError), ("2", TypeError), (1.5, TypeError)):
         with pytest.raises(error, match="ort.Graph: expected threads .*; give 1, or 0 for one a core"):
             Graph(matmul(), device="cpu", threads=threads)
+    for given in ({"options": [1]}, {"ops": None}, {"tf32": "no"}):
+        with pytest.raises(TypeError, match=f"ort.Graph: expected {next(iter(given))} to (map|be)"):
+            Graph(matmul(), device="cpu", **given)
     (tmp_path / "\udcff.onnx").touch()  # a byte that is no UTF-8
     for path in ("", tmp_path, tmp_path / "absent.onnx", tmp_path / "\udcff.onnx"):
         with pytest.raises(FileNotFoundError, match="ort.Graph: expected the path of a file, whose name is UTF-8, got"):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from fusebook.kernels._call import _modes, _tracing, integer
+from fusebook.kernels._call import _modes, _tracing, flag, integer
 from fusebook.ort.custom import _ELEMENTS, CustomOp, register, untransformed
 
 __all__ = ["Bound", "Graph"]
@@ -124,8 +124,12 @@ class Graph:
             # A name without a folder would be looked for in the system's folders only; bytes, as it may be no UTF-8.
             path = os.path.abspath(library) if os.path.isfile(library) else library
             settings.register_custom_ops_library(os.fsencode(path))
-        if isinstance(ops, CustomOp):
-            raise TypeError("ort.Graph: expected ops to be a list of operators, got one operator; put it in a list")
+        if isinstance(ops, CustomOp) or not isinstance(ops, Iterable):
+            got = "one operator" if isinstance(ops, CustomOp) else type(ops).__name__
+            raise TypeError(f"ort.Graph: expected ops to be a list of operators, got {got}; put them in a list")
+        if not isinstance(options, Mapping) and options is not None:
+            raise TypeError(f"ort.Graph: expected options to map names to text, got {options!r}; pass a dict")
+        flag("ort.Graph", "tf32", tf32)
         register(settings, *ops)
         self.stream: torch.cuda.Stream | None = None
         providers: list[Any] = ["CPUExecutionProvider"]
