@@ -761,6 +761,13 @@ def test_one_tensor_on_meta_is_refused_under_a_dispatch_mode(place, device):
         adamw_step(**with_one(place, lambda t: t.to("meta"), device))
 
 
+def test_empty_lists_step_nothing_under_a_dispatch_mode():
+    with FlopCounterMode(display=False):
+        adamw_step([], [], [], [], step=1)
+        with pytest.raises(ValueError, match="expected step of 1 or more, got 0"):
+            adamw_step([], [], [], [], step=0)
+
+
 # The card -------------------------------------------------------------------------------------------------------------
 
 

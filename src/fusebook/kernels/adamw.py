@@ -725,7 +725,7 @@ def adamw_step(
     if seed is not None:
         seed = integer(_NAME, "seed", seed, "None rounds to the nearest")
     numbers: Any = count, done, rate, speed, beta1, beta2, eps, decay, maximize, seed, norm, most, grad_scale, found_inf
-    if not watched():
+    if not lists[0] or not watched():  # without a tensor, the dispatcher finds no operator
         _stepped(*lists, *numbers)
     else:
         singles = [count, rate, norm, grad_scale, found_inf]
