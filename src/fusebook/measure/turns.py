@@ -80,12 +80,10 @@ def _wait() -> None:
 def _given_back() -> Iterator[None]:
     """Inside, other processes use the GPU, and this one must not."""
     global _held
-    cuda = torch.cuda.is_initialized()
-    busy = cuda and torch.cuda.is_current_stream_capturing()  # then it may not wait for the GPU
-    if busy or not _held or threading.current_thread() is not threading.main_thread():
+    if not _held or threading.current_thread() is not threading.main_thread():
         yield
         return
-    if cuda:
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > _SPARE:
             torch.cuda.empty_cache()
