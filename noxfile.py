@@ -237,7 +237,7 @@ def browser(session):
 def record(session):
     """Record every page, or ``nox -s record -- plot_102_softmax``, into src/fusebook/records.
 
-    ``--stale`` records only pages whose records are stale, ``--gpus 0,1`` on two GPUs; see ``--help``.
+    ``--stale`` records only pages whose records are stale, ``--gpus 0,1`` one page per GPU; see ``--help``.
     """
     run(session, "docs/_ext/record_pages.py", *session.posargs)
 

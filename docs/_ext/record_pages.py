@@ -1,6 +1,6 @@
 """Record this machine's GPU by all pages, ``nox -s record``, or by some of them, ``nox -s record -- plot_102_softmax``.
 
-    nox -s record -- --gpus all        # on all GPUs, longest first
+    nox -s record -- --gpus all        # one page per GPU, longest first
     nox -s record -- --stale           # the pages whose records are missing or of older code
     nox -s record -- --stale --list    # only name them, and the commands that record them; needs no GPU
 
@@ -10,9 +10,8 @@ another GPU.
 A page is recorded whole: its process writes into a folder of its own, and when it has ended well its files replace
 those of the record. Each card's file belongs to one page, that of its family.
 
-With one GPU all clocks are recorded in one run. Two pages share a GPU by turns, see `fusebook.measure.turns`. With
-several GPUs the first run records the clocks of the GPUs, two pages per GPU. A second run, one page at a time, records
-the clocks of the host.
+With one GPU a page has the host to itself, and all clocks are recorded in one run. With several GPUs the first run
+records the clocks of the GPUs, one page per GPU. A second run, one page at a time, records the clocks of the host.
 Pages that ask for several GPUs, by ``lesson.open(..., gpus=2)``, are recorded last, if ``--gpus`` gives as many: with
 four, on 1, 2 and 4 of them.
 """
