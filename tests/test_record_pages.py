@@ -74,15 +74,21 @@ def test_the_longest_page_is_first_and_each_gpu_takes_the_next_when_it_has_done_
     assert {one["CUDA_VISIBLE_DEVICES"] for one in said.values()} == {"0", "1"}
 
 
-def test_pages_that_share_a_gpu_use_it_by_turns_and_waiting_costs_them_nothing(pages, tmp_path, monkeypatch):
-    monkeypatch.setattr(record_pages, "IMPORTS", ["not_installed", "fusebook.measure.turns"])
-    found = pages(one=4, other=4)
-    took = Queue(TWO[:1], tmp_path / "build", share=2).run(found)
-    first, second = sorted(pages.said().values(), key=lambda one: one["start"])
-    assert first["end"] <= second["start"], "the second one has waited"
-    assert first["cores"] == second["cores"]
-    waited = float((tmp_path / "build" / second["page"] / "waited").read_text())
-    assert waited > 2 and all(seconds >= 4 for seconds in took.values())
+def test_on_one_gpu_a_page_is_ready_before_its_turn_and_starts_only_then(pages, tmp_path):
+    found = pages(crash=("bad",), first=1.5, bad=0, last=0)
+    build = tmp_path / "build"
+
+    def done(folder):
+        ready[folder.parent.name] = [(build / page.stem / "log").exists() for page in found]
+
+    ready = {}
+    took = Queue(TWO[:1], build, done).run(found)
+    first, bad, last = (pages.said()[page.stem] for page in found)
+    assert first["end"] <= bad["start"] and bad["end"] <= last["start"]
+    assert ready == {"first": [True, True, False], "last": [True] * 3}
+    assert [took[page] is None for page in found] == [False, True, False] and took[found[0]] >= 1.5
+    assert ["Zen of Python" in (build / page.stem / "log").read_text() for page in found] == [True] * 3
+    assert last["TRITON_CACHE_DIR"] == str(build / "last" / "triton")
 
 
 def test_each_page_has_a_triton_cache_and_each_gpu_cores_of_its_own(pages, tmp_path):
@@ -212,7 +218,6 @@ def two_gpus(tmp_path, monkeypatch):
     real = subprocess.run
     monkeypatch.setattr(record_pages, "ROOT", tmp_path)
     monkeypatch.setattr(record_pages, "BUILD", tmp_path / "build")
-    monkeypatch.setattr(record_pages, "SHARE", 1)
     monkeypatch.setattr(record_pages, "visible", lambda: TWO)
     monkeypatch.setattr(subprocess, "run", run)
 

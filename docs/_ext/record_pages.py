@@ -21,6 +21,7 @@ import concurrent.futures
 import csv
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import queue
@@ -41,24 +42,18 @@ LINES = 20  # of a log, where a page has failed
 #: What a page imports before its turn, where it is installed. Otherwise first calls would bear the seconds of imports.
 #: The evidence of a lesson may name more.
 IMPORTS = ["fusebook.lesson", "torch._inductor.compile_fx", "fusebook.lesson.evidence.PAGE"]
-#: A page that waits for its turn on the GPU with these imports done. Then it runs as Python runs a file. What it leaves
-#: in the file ``waited`` are the seconds that it waited.
+#: A page that waits for its turn, a line on stdin, with these imports done. Then it runs as Python runs a file.
 AHEAD = """
-import atexit, contextlib, importlib, os, runpy, sys
+import contextlib, importlib, os, runpy, sys
 sys.argv = sys.argv[1:]
 sys.path[0] = os.path.dirname(sys.argv[0])
 names = {imports}
 for name in names:
     with contextlib.suppress(ImportError):
         names += getattr(importlib.import_module(name), "IMPORTS", ())
-if turn := os.environ.get("_FUSEBOOK_TURN"):
-    from fusebook.measure import turns
-    turns.take(turn, keep=any(getattr(sys.modules.get(name), "ALONE", False) for name in names))
-    atexit.register(lambda: open("waited", "w").write(str(turns.waited())))
-runpy.run_path(sys.argv[0], run_name="__main__")
+if sys.stdin.readline():
+    runpy.run_path(sys.argv[0], run_name="__main__")
 """
-#: Pages that share a GPU: while one uses it, another one imports and compiles.
-SHARE = 2
 sys.path.insert(0, str(ROOT / "src"))
 
 
@@ -130,6 +125,9 @@ def commands(pages, seconds):
 class Queue:
     """Pages on GPUs: each takes the next page when it has done one. A page that fails costs no other.
 
+    On one GPU, the process of the next page starts when a page begins, and imports the packages meanwhile. It does not
+    touch the GPU before its turn.
+
     Parameters
     ----------
     gpus : list of GPU
@@ -137,16 +135,15 @@ class Queue:
         Where each page leaves its log, its records and its Triton cache.
     done : callable
         Called with a page's folder of records if the page has ended well; one at a time.
-    share : int
-        Pages at a time on a GPU, which use it by turns.
     """
 
-    def __init__(self, gpus, build, done=lambda folder: None, share=1):
+    def __init__(self, gpus, build, done=lambda folder: None):
         self.gpus = gpus
         self.build = Path(build)
         self.done = done
-        self.share = share
         self.lock = threading.Lock()
+        self.after = {}  # by a page, the one that starts meanwhile
+        self.ahead = {}  # by a page, its process that waits for its turn
 
     def run(self, pages, **env):
         """Run pages in this order, and return the seconds of each, None where it failed.
@@ -157,6 +154,7 @@ class Queue:
         **env
             More of the environment; None takes a variable out.
         """
+        self.after = dict(itertools.pairwise(pages)) if len(self.gpus) == 1 else {}
         free = queue.SimpleQueue()
         cores = sorted(os.sched_getaffinity(0))
         each = max(1, len(cores) // len(self.gpus))
@@ -167,13 +165,13 @@ class Queue:
             here.gpu, own = free.get()
             os.sched_setaffinity(0, own or cores)
 
-        for i, gpu in enumerate(self.gpus * self.share):
-            i %= len(self.gpus)
+        for i, gpu in enumerate(self.gpus):
             free.put((gpu, cores[i * each : (i + 1) * each]))
-        with concurrent.futures.ThreadPoolExecutor(free.qsize(), initializer=begin) as pool:
+        with concurrent.futures.ThreadPoolExecutor(len(self.gpus), initializer=begin) as pool:
             return dict(zip(pages, pool.map(lambda page: self._one(page, here.gpu, env), pages), strict=True))
 
-    def _one(self, page, gpu, env):
+    def _started(self, page, gpu, env):
+        """The process of a page, which waits for its turn if it records."""
         folder = self.build / page.stem
         if env.get("_FUSEBOOK_CLOCKS") != "host":  # which adds to the records of the first run
             for name in ("records", "triton"):  # first calls compile, and their seconds are recorded
@@ -189,19 +187,25 @@ class Queue:
             "FUSEBOOK_GPU": None,  # a GPU that is named is replayed, and not measured
             "FUSEBOOK_RECORDS": None,
             "_FUSEBOOK_RECORD": str(folder / "records"),
-            "_FUSEBOOK_TURN": str(self.build / f"turn-{gpu.id}") if self.share > 1 else None,
             **env,
         }
         env = {name: value for name, value in env.items() if value is not None}
-        start = time.monotonic()
         many = gpu.id.count(",") + 1
         command = [str(page), *(["--gpus", str(many)] if many > 1 else [])]
         if "_FUSEBOOK_RECORD" in env:
             command = ["-c", AHEAD.format(imports=[name.replace("PAGE", page.stem) for name in IMPORTS]), *command]
-        (waited := folder / "waited").unlink(missing_ok=True)
         with open(folder / "log", "a") as log:  # pages offer their tables in the current folder
-            code = subprocess.run([sys.executable, *command], cwd=folder, env=env, stdout=log, stderr=log).returncode
-        seconds = time.monotonic() - start - (float(waited.read_text()) if waited.exists() else 0)
+            how = {"cwd": folder, "env": env, "stdin": subprocess.PIPE, "stdout": log, "stderr": log}
+            return subprocess.Popen([sys.executable, *command], **how)
+
+    def _one(self, page, gpu, env):
+        folder = self.build / page.stem
+        start = time.monotonic()
+        process = self.ahead.pop(page, None) or self._started(page, gpu, env)
+        if following := self.after.get(page):
+            self.ahead[following] = self._started(following, gpu, env)
+        process.communicate(b"\n")
+        seconds, code = time.monotonic() - start, process.returncode
         with self.lock:
             if not code:
                 self.done(folder / "records")
@@ -340,9 +344,9 @@ def main(argv):
 
     single = [page for page in pages if needs(page) == 1]
     if len(gpus) == 1:
-        took = Queue(gpus, BUILD, done, SHARE).run(single)
+        took = Queue(gpus, BUILD, done).run(single)
     else:
-        took = Queue(gpus, BUILD, share=SHARE).run(single, _FUSEBOOK_CLOCKS="gpu")
+        took = Queue(gpus, BUILD).run(single, _FUSEBOOK_CLOCKS="gpu")
         well = [page for page in single if took[page] is not None]
         for page, more in Queue(gpus[:1], BUILD, done).run(well, _FUSEBOOK_CLOCKS="host").items():
             took[page] = None if more is None else took[page] + more

@@ -44,9 +44,6 @@ taking, missing, timed, to_count, TABLE
     `fusebook.lesson._launches`.
 GPU
     Optional: the recorded GPU that all of it is about, where that is not the replayed one.
-ALONE
-    Optional: whether no other page may use the GPU while this one compiles, because the page times its compilation or
-    work of the CPU, or because torch.compile times candidates.
 CLAIMS, LOG
     Every `Claim`; and paragraphs on what was tried.
 """

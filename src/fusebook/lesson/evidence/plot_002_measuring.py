@@ -29,7 +29,6 @@ PAGE = _launches.LaunchesPage
 OPERATORS = ("double",)
 EXAMPLE = {"M": 8192, "N": 8192, "dtype": "float32"}
 WORDS = "{M} x {N} in {dtype}"
-ALONE = True
 STEPS = ("naive", "wait", "repeat", "events", "flushed")
 SHAPES = tuple((n, n) for n in (512, 2048, 4096, 16384, 32768))
 DTYPES = ("float32",)

@@ -24,7 +24,6 @@ PAGE = _products.ProductsPage
 OPERATORS = ("concat_gemm",)
 EXAMPLE = {"M": 1024, "K": 1024, "N": 1024, "weights": "two", "dtype": "bfloat16"}
 WORDS = "{M} x {K} with two weights of {K} x {N} in {dtype}"
-ALONE = True
 STEPS = ("eager", "small", "large", "grouped")
 SHAPES = ((1024, 1024, 1024), (4096, 4096, 4096))
 DTYPES = ("bfloat16",)

@@ -33,7 +33,6 @@ from fusebook.measure import inputs
 with extra("book"):
     import pandas as pd
 
-ALONE = True
 OPERATORS = ("kmeans_assign",)
 CLOCK = "call"
 EXAMPLE = {"n": 20_000_000, "d": 2, "k": 2, "labels": "int64", "law": "blobs", "dtype": "float32"}

@@ -13,6 +13,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,7 +37,7 @@ from fusebook.lesson.evidence import (
     steps_correct,
     within_tolerance,
 )
-from fusebook.measure import inputs, timing, turns
+from fusebook.measure import inputs, timing
 
 with extra("book"):
     import pandas as pd
@@ -202,7 +203,7 @@ def _step(run: Callable[..., Any], optimizer: torch.optim.Optimizer, ids: torch.
 def _wait() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return turns.clock()
+    return time.perf_counter()
 
 
 #: Kinds of kernels, and what names of theirs contain; the first that fits. All others are PyTorch's.

@@ -23,7 +23,6 @@ with extra("book"):
 
 PAGE = _points.EndsPage
 CLOCK = "call"
-ALONE = True
 OPERATORS = ("kmeans_step",)
 CALLED = "kmeans"
 EXAMPLE = {"n": 20_000_000, "d": 2, "k": 2, "labels": "int64", "law": "blobs", "dtype": "float32"}
