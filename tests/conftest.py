@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import fcntl
+import gc
 import importlib.util
 import os
 import pathlib
@@ -184,7 +185,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: "compiled" in item.fixturenames)  # last, as they wait for what begins with the first
+    items.sort(key=lambda item: item.path.name == "test_compile.py")  # last: they wait for what begins with the first
     names = ["slow"] if torch.cuda.is_available() else ["slow", "slow_interpreted"]
     if not config.getoption("--slow"):
         for item in items:
@@ -192,8 +193,15 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(LEFT_OUT))
 
 
+def pytest_collection_finish():
+    """Keep what was imported out of all later collections of garbage, each of which would walk through it."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish(session):
     """Fail a run of all tests, the slow ones too, in which a promised test passed nowhere."""
+    gc.unfreeze()  # libraries tell of what they find alive at the end
     config = session.config
     some = any(config.getoption(name) for name in ("keyword", "markexpr", "deselect", "collectonly", "maxfail"))
     whole = config.getoption("slow") and config.args_source == config.ArgsSource.TESTPATHS and not some
