@@ -143,6 +143,20 @@ def _harmless(frame: pd.DataFrame) -> pd.DataFrame:
     return safe
 
 
+def _workbook(frame: pd.DataFrame, name: str) -> bytes:
+    """A frame as XLSX. pandas would write each empty cell too, which takes most of the time."""
+    import openpyxl
+
+    book, written = openpyxl.Workbook(write_only=True), io.BytesIO()
+    sheet = book.create_sheet(name)
+    sheet.append(list(frame.columns))
+    cells = frame.astype(object).replace({np.inf: "inf", -np.inf: "-inf"})  # which a spreadsheet has no number for
+    for row in cells.where(frame.notna(), None).itertuples(index=False, name=None):
+        sheet.append(row)
+    book.save(written)
+    return written.getvalue()
+
+
 def downloads(df: pd.DataFrame, name: str, ax: Axes | None = None) -> Shown:
     """Offer a table as CSV and as a real XLSX; a script writes both, and its figure too.
 
@@ -168,9 +182,7 @@ def downloads(df: pd.DataFrame, name: str, ax: Axes | None = None) -> Shown:
     files = {f"{name}.csv": plain.to_csv(index=False).encode()}
     missing = ""
     try:
-        sheet = io.BytesIO()
-        plain.to_excel(sheet, index=False, sheet_name=name[:31])
-        files[f"{name}.xlsx"] = sheet.getvalue()
+        files[f"{name}.xlsx"] = _workbook(plain, name[:31])
     except ImportError:
         missing = "for an XLSX too, install openpyxl"
     if _place.notebook() and not os.environ.get("_FUSEBOOK_DOWNLOADS"):
