@@ -231,6 +231,10 @@ def test_a_figure_or_theme_that_does_not_follow_is_found(tab, text, why):
     assert [finding.startswith(why) for finding in _found(browser.figures, tab(text))] == [True]
 
 
+#: A table of many rows that are alike, and one that is not.
+ROWS = "<table>" + 9 * '<tr><td><a href="#">a word</a></td></tr>' + "<tr><td>{}</td></tr></table>"
+
+
 @in_a_browser
 @pytest.mark.parametrize(
     ("text", "why"),
@@ -244,6 +248,8 @@ def test_a_figure_or_theme_that_does_not_follow_is_found(tab, text, why):
         ),
         ('<pre class="highlight">a <span>word</span> <span style="color: #333">word</span></pre>', ["color-contrast"]),
         ('<p>words and <a href="#" style="text-decoration: none; color: #333">words</a></p>', ["link-in-text-block"]),
+        (ROWS.format('<a href="#"> </a>'), ["link-name, in either theme"]),
+        (ROWS.format('<img src="data:,">'), ["image-alt, in either theme"]),
     ],
 )
 def test_what_hinders_a_reader_is_found(tab, text, why):

@@ -212,13 +212,12 @@ def figures(tab):
     or take a half.
     """
     pictures = tab.page.locator(".bd-content img.sphx-glr-single-img:visible")
-    seen = {}
-    for theme in ("light", "dark"):
+    seen, found = {"light": [_shades(picture) for picture in pictures.all()]}, []  # as every page is opened
+    for theme in ("dark", "light"):
         if not tab.press_theme(theme):
             return [f"{tab.name}: its menu of themes does not give the {theme} one"]
-        seen[theme] = [_shades(pictures.nth(i)) for i in range(pictures.count())]
-    tab.press_theme("light")
-    found = []
+        if theme not in seen:
+            seen[theme] = [_shades(picture) for picture in pictures.all()]
     for i, ((light, ink), (dark, dark_ink)) in enumerate(zip(seen["light"], seen["dark"], strict=True), 1):
         if light < 0.7 or dark > 0.3 or dark_ink < ink / 2:
             found.append(
