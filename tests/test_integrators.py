@@ -283,6 +283,10 @@ def in_a_process(queue):
     queue.put([t.tolist() for t in gradients(Model())[1]])
 
 
+#: What another process needs to import this file. OpenMP survives no fork.
+ELSEWHERE = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+
+
 def in_another(method):
     """The gradients that another process finds, after this one has computed some: called in a process of its own."""
     Model()(*batch())
@@ -298,9 +302,8 @@ def in_another(method):
 def test_another_process(method, right):
     if method == "fork" and DEVICE == "cuda":
         pytest.skip("CUDA starts in no fork")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}  # OpenMP survives no fork
     code = f"import test_integrators\nif __name__ == '__main__': test_integrators.in_another({method!r})"
-    done = warm.run("-c", code, env=env)
+    done = warm.run("-c", code, env=ELSEWHERE)
     assert not done.returncode, done.stderr
     close([torch.tensor(g, device=DEVICE) for g in json.loads(done.stdout)], right[1])
 
@@ -352,7 +355,11 @@ def test_two_processes(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(one_of_two, (port, str(tmp_path)), nprocs=2)
+    how = "spawn" if DEVICE == "cuda" else "fork"  # of a process that has imported what both need
+    start = f"start_processes(test_integrators.one_of_two, ({port}, {str(tmp_path)!r}), nprocs=2, start_method={how!r})"
+    code = f"import test_integrators, torch\nif __name__ == '__main__': torch.multiprocessing.{start}"
+    done = warm.run("-c", code, env=ELSEWHERE)
+    assert not done.returncode, done.stderr
     found, want = torch.load(tmp_path / "found", map_location=DEVICE), gradients(Model(fused=False), *batch(8))[1][1:]
     assert tuple(found) == SHARED
     for how in SHARED:
