@@ -7,6 +7,9 @@ Whenever a kernel adds two blocks, the interpreter makes their types anew, and f
 an integer overflows, which it tells nobody unless it debugs. Here a type is made once, who does not debug does not ask,
 and the type that two blocks are computed in is asked of those that are no pointers only.
 
+Of each argument of each operation it asks four times whether it is a constant. Here what is no constant by its class is
+taken as it is.
+
 Whenever a kernel takes bfloat16 for float32, of which it is the upper half, or the other way round, the interpreter
 takes numbers apart and puts them together, and gets those wrong that are too small to be normal. Here they are halved.
 Else what kernels compute, and what is refused, is the same.
@@ -14,6 +17,7 @@ Else what kernels compute, and what is refused, is the same.
 
 import functools
 import inspect
+import types
 
 import numpy as np
 import triton
@@ -23,6 +27,7 @@ from triton.runtime import interpreter
 
 WHAT_IS_CHANGED = {
     interpreter: ("GridExecutor", "_convert_float", "_get_np_dtype", "_patch_attr", "_patch_builtin", "_patch_lang"),
+    tl.core: ("_unwrap_if_constexpr",),
     TritonSemantic: (
         *("binary_op_sanitize_overflow_impl", "binary_op_type_checking_impl"),
         *("broadcast_impl_value", "computation_type_impl"),
@@ -62,6 +67,9 @@ def hasten_types():
 
     tl.block_type.__init__, tl.tensor.__init__ = make_block, make_tensor
     tl.dtype.__eq__ = lambda self, other: self is other or own(self, other)
+    unwrap, plain = tl.core._unwrap_if_constexpr, {tl.tensor, tl.dtype, tl.block_type, tl.pointer_type}
+    plain |= {int, float, bool, str, types.NoneType}
+    tl.core._unwrap_if_constexpr = lambda value: value if type(value) in plain else unwrap(value)
     widen = TritonSemantic.broadcast_impl_value
 
     def widen_others(self, lhs, rhs):
