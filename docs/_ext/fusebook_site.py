@@ -265,6 +265,7 @@ def after_gallery(app):
         gallery_hooks.runner.progress.close()
     gallery_hooks.runner.progress = gallery_hooks.runner.begin = gallery_hooks.runner.finish = None
     os.environ.pop(NOTES, None)
+    gc.set_threshold(100_000, 50, 50)  # Sphinx keeps nearly all of what it makes of them
 
 
 def count_messages(app, exception):
