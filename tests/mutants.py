@@ -15,6 +15,7 @@ import ast
 import collections
 import concurrent.futures
 import csv
+import functools
 import os
 import queue
 import shlex
@@ -69,11 +70,15 @@ class Mistake:
         return "".join([*lines[:first], body.replace(self.old, self.new), *lines[last:]])
 
 
+#: A file is parsed once: it has many mistakes.
+parsed = functools.cache(ast.parse)
+
+
 def span(text, function):
     """First line, counted from 0, and end of a function or ``Class.method``; of the whole text if no name is given."""
     if not function:
         return 0, len(text.splitlines())
-    node = ast.parse(text)
+    node = parsed(text)
     for name in function.split("."):
         found = [
             n for n in ast.iter_child_nodes(node) if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name

@@ -30,6 +30,9 @@ sys.path.append({str(Path(interpreting.__file__).parent)!r})
 import fusebook, interpreting
 interpreting.hasten()
 sys.path.pop()
+import gc, matplotlib.pyplot, pandas
+gc.collect()
+gc.freeze()  # %reset collects garbage before each notebook
 """
 
 
