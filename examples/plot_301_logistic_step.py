@@ -302,9 +302,9 @@ step.catches(textbook, tame=tame, stress=given)
 #
 # Fifty steps, *end to end*: the CPU launch time or the GPU time, whichever is
 # larger (see :doc:`plot_002_measuring`). The line *fusebook steps* shows fifty
-# calls of ``logistic_step``, with two launches each. Where X does not fit into
-# the registers of all multiprocessors, ``logistic_fit`` is a loop of such
-# steps.
+# calls of ``logistic_step``, with two launches each. ``logistic_fit`` is a
+# loop of such steps where X does not fit into the registers of all
+# multiprocessors.
 
 page.plot("times", over="N")
 
