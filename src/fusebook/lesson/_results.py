@@ -422,9 +422,8 @@ def explored(*, seed: int = explore.RECORDED_FROM, cases: int = 100, seconds: fl
     place = next((at for at, names in there.items() if names), places[-1])  # of one GPU, not of several
     recorded = {name: ours[name] for name in there[place]}
     if _place.live():
-        root = _recording()
-        for name, op in ours.items():
-            frame = explore.explore(op, seed=seed, cases=cases, seconds=seconds / len(ours), root=root)
+        for name, op in ours.items():  # the command records, which has more time than a page
+            frame = explore.explore(op, seed=seed, cases=cases, seconds=seconds / len(ours))
             frame.attrs["origin"] = dataclasses.replace(frame.attrs["origin"], machine=machine.here())
             found[name] = frame
     else:
