@@ -183,6 +183,12 @@ def test_every_implementation_of_fusebook_reaches_a_kernel():
                 assert any(hasattr(thing, "fn") for thing in objects), (op.name, name)
 
 
+def test_what_runs_a_baseline_of_onnx_runtime_is_not_read():
+    found = sources.reached(OPS["silu"].variants["ONNX Runtime"].prepare)
+    assert "fusebook.cards.elementwise" in dict(found)
+    assert "fusebook.ort.graph" not in dict(found)
+
+
 def test_every_implementation_of_a_card_has_a_hash_of_its_own():
     for op in OPS.values():
         found = {name: sources.of_variant(op, name) for name in op.variants}

@@ -37,6 +37,8 @@ UNTIMED = frozenset(
 
 # What else of the package is read. The rest measures, and `fusebook.measure.timing.VERSION` says when that changes.
 _READ = ("fusebook.kernels", "fusebook.cards", "fusebook.ort", "fusebook.lesson.evidence.")
+# This one runs baselines of ONNX Runtime, which their functions in the cards describe.
+_RUNNER = "fusebook.ort.graph"
 _PLAIN = (str, int, float, types.NoneType)
 _SILENT = ("ctx", "kind", "returns", "type_comment", "type_params")
 
@@ -203,7 +205,7 @@ def _file(module: str) -> str:
 def _module(file: str, name: str) -> _Module | None:
     """A module of the package that is read, or a file of neither a package nor Python: a page."""
     path = pathlib.Path(file)
-    own = name == "fusebook" or name.startswith(_READ)
+    own = name == "fusebook" or (name.startswith(_READ) and name != _RUNNER)
     foreign = name.startswith("fusebook.") or path.is_relative_to(sysconfig.get_paths()["stdlib"])
     foreign = foreign or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
     foreign = foreign or (path.parent / "__init__.py").exists()  # another project's package, in any folder
