@@ -346,8 +346,8 @@ alike = (torch.cat([given[0][:300]] * 3), *given[1:])
 page.catches(averaged, alike=alike, given=given)
 
 # %%
-# On GPUs, checks cut the points where a Triton program ends, cut them anywhere,
-# or leave all on one rank. Centres of ten iterations are compared bit by bit,
+# On GPUs, checks cut the points where a Triton program ends, cut anywhere, or
+# leave all on one rank. Centres of ten iterations are compared bit by bit,
 # with other ranks and one GPU. In a thousand more, each rank is delayed in
 # turn. The last finding: one process starts a job on each of two GPUs.
 
