@@ -389,8 +389,7 @@ def _memory_of(op: Op, frame: pd.DataFrame, variant: str, name: str = "", output
         place = "its inputs" if op.variants["fusebook"].in_place else f"inputs and {output.removeprefix('the ')}"
         return f"{name} allocates {f'at most {_bytes(held)}' if held else 'nothing'} beyond {place}."
     if ratio < 1.02:
-        more = f"at most {_bytes(beyond)} more at these sizes" if beyond > 0 else "nothing else"
-        return f"{name} allocates {output} and {more}."
+        return f"{name} allocates {output} and {f'at most {_bytes(beyond)} more' if beyond > 0 else 'nothing else'}."
     return f"{name} allocates {_span(rows)} times {output}."
 
 
