@@ -338,11 +338,11 @@ page.findings()
 # When to use it
 # --------------
 #
-# Quantize when a model is loaded. The library also takes eight bits, zero
-# points, a bias and any sizes; a layer is ``fusebook.nn.QuantizedLinear``.
+# Eight bits, zero points, a bias and any sizes work, too. A layer is
+# ``fusebook.nn.QuantizedLinear``.
 
 part = weight[:64].to(given[0])
-packed = fusebook.quantize(part, bits=4, group=128)
+packed = fusebook.quantize(part, bits=4, group=128)  # once, when loaded
 y = fusebook.quantized_matmul(given[0], packed)
 
 # %%

@@ -418,7 +418,7 @@ def _most(op: Op, frame: pd.DataFrame, variants: Sequence[str]) -> str:
         # Of all sizes, as the verdict says it.
         rows = tables.where(frame, variant=name, status="ok")
         beyond = float((rows["peak_bytes"] - _output(rows)).max())
-        more = f" + {_bytes(beyond)}" if beyond >= 2**20 else ""
+        more = f" + {_bytes(beyond)}" if beyond >= 2**24 else ""  # a small workspace is no cost
         span = f"1.0 x output{more}" if _extra(frame, name) < 1.02 else f"{_span(rows)} x output"
         return f"{span}{f' ({said([name])})' if len(found) > 1 else ''}"
     most, name = max(((value, name) for value, name in zip(held, found, strict=True) if value is not None))
