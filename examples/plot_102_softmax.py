@@ -280,9 +280,9 @@ page.steps(eager=softmax_eager, **steps, chunks=softmax_chunks)
 # %%
 # - At 256 columns, three quarters of step 3's chunk are padding.
 # - At 781 columns, rows do not begin at multiples of 16 bytes, so each load
-#   fetches one element. bfloat16 has half the bytes but as many instructions,
-#   which decide the time. The library gives such rows to single warps, which
-#   exchange values in fewer steps.
+#   fetches one element. In bfloat16 half the bytes take as many instructions
+#   as in float32, which decide the time. The library gives such rows to single
+#   warps, which exchange values in fewer steps.
 # - From 4096 columns on, step 2 also has one row per program. At 12672 columns
 #   in bfloat16 it is faster than step 1, with as many registers. We do not
 #   know why.

@@ -50,9 +50,9 @@ def matmul_float16(x, codes, scales, bits=4):
 # %%
 # With one row of x, each weight is read and used once, so time is bytes over
 # bandwidth. Such a limit is a :term:`roof`. The second roof, arithmetic, is
-# far away. The third is *instructions*: each of the four schedulers of a
-# :term:`multiprocessor` issues one per clock, for 32 threads. If they take
-# longer than the bytes, memory waits. By an H100's data sheet:
+# far away. The third is *instructions*: the four schedulers of a
+# :term:`multiprocessor` each issue one per clock, for 32 threads. If they take
+# longer, memory waits. By an H100's data sheet:
 
 issued = 132 * 4 * 32 * 1.98e9  # multiprocessors, schedulers, threads, Hz
 unit = issued / 3.35e12 / 8  # for each bit that the memory delivers
@@ -288,10 +288,10 @@ page.check(matmul_tensor, *given)
 # %%
 # Each axis of ``operand`` counts either lanes or values within a lane. So the
 # permutation moves no value to another lane: the compiler only renames
-# registers. The sum over columns may have any order. In ours, the eight
-# elements of x that a lane needs for two products are neighbours: 16 bytes,
-# the widest load. The library's kernel loads words ahead, and reads a weight
-# once for 16 rows:
+# registers. The sum over columns may have any order. Here the eight elements
+# of x that a lane needs for two products are neighbours: 16 bytes, the widest
+# load. The library's kernel loads words ahead, and reads a weight once for 16
+# rows:
 
 page.source("quantized_matmul", fold=True)
 
