@@ -236,7 +236,7 @@ def operand(w):
     """Numbers as loaded, [8, 128], as 16 x 16 weights for each of 4 warps."""
     w = tl.reshape(
         w, [2, 4, 8, 4, 2, 2]
-    )  # columns, warp, row, pair, rows, one
+    )  # column half, warp, row, pair, row half, one
     return tl.reshape(tl.permute(w, [1, 4, 2, 0, 3, 5]), [4, 16, 16])
 
 
@@ -286,8 +286,8 @@ def matmul_tensor(x, codes, scales, bits=4):
 page.check(matmul_tensor, *given)
 
 # %%
-# Each axis of ``operand`` counts either lanes or values within a lane. So the
-# permutation moves no value to another lane: the compiler only renames
+# In ``operand``, *row* and *pair* number the lanes, and the halves their
+# values. So no value moves to another lane: the compiler only renames
 # registers. The sum over columns may have any order. Here the eight elements
 # of x that a lane needs for two products are neighbours: 16 bytes, the widest
 # load. The library's kernel loads words ahead, and reads a weight once for 16
@@ -326,7 +326,7 @@ steps = {"shift": matmul_shift, "pairs": matmul_pairs}
 page.steps(float16=matmul_float16, **steps, tensor=matmul_tensor)
 
 # %%
-# Only step 1 exceeds the budget, but too little to explain its time. Nor do we
+# Only step 1 exceeds the budget, but too little to explain its time. We do not
 # know why step 3 loses with one row. No step reaches 100 %, as a call has few
 # loads in flight at its start and end.
 

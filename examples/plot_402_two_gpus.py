@@ -156,7 +156,7 @@ def means_by_flag(
 # All ranks add in the order of ranks, so all get the same bits. The kernel
 # counts its iterations itself, so it runs in a CUDA graph too. Two turns are
 # enough: a fast sender may write sums of t + 1 while a GPU reads those of t.
-# It writes t + 2 when it has that GPU's sums of t + 1, sent after reading.
+# For t + 2 it needs that GPU's sums of t + 1, which are sent after reading t.
 
 
 def launch(kernel, memory, turns, rank, parts, centres, wait=True):
@@ -346,10 +346,11 @@ alike = (torch.cat([given[0][:300]] * 3), *given[1:])
 page.catches(averaged, alike=alike, given=given)
 
 # %%
-# On GPUs, checks cut the points where a Triton program ends, cut anywhere, or
-# leave all on one rank. Centres of ten iterations are compared bit by bit,
-# with other ranks and one GPU. In a thousand more, each rank is delayed in
-# turn. The last finding: one process starts a job on each of two GPUs.
+# On GPUs, checks split points between ranks where a Triton program ends or
+# anywhere, or give one rank all. Centres of ten iterations are compared bit by
+# bit, with other ranks and one GPU. In a thousand more, each rank is delayed
+# in turn. For the last finding, one process runs k-means on two GPUs, each
+# alone.
 
 page.findings()
 

@@ -177,6 +177,8 @@ class Page:
         lines, bars = _numbers.verdict(self.op, self._everything(), self.about.EXAMPLE, words, kind)
         if kept := getattr(self.about, "KEPT", ""):  # what stays allocated, which no peak of a call shows
             lines[-1] += f" {kept}"
+        if memory := getattr(self.about, "MEMORY", ""):  # a formula says more than the most of some sizes
+            lines[-1] = f"**Memory.** {memory}"
         return self._box(lines, bars, _numbers.origin(self._everything()))
 
     def _box(self, lines: Sequence[str], bars: Shown | None, label: str) -> Shown:
