@@ -48,11 +48,11 @@ def matmul_float16(x, codes, scales, bits=4):
 
 
 # %%
-# With one row of x, each weight is read and used once, so time is bytes over
-# bandwidth. Such a limit is a :term:`roof`. The second roof, arithmetic, is
-# far away. The third is *instructions*: the four schedulers of a
-# :term:`multiprocessor` each issue one per clock, for 32 threads. If they take
-# longer, memory waits. By an H100's data sheet:
+# With one row of x a weight is used once, so time is bytes over bandwidth.
+# Such a limit is a :term:`roof`. The second roof, arithmetic, is far away. The
+# third is *instructions*: the four schedulers of a :term:`multiprocessor` each
+# issue one per clock, for 32 threads. If they take longer, memory waits. By an
+# H100's data sheet:
 
 issued = 132 * 4 * 32 * 1.98e9  # multiprocessors, schedulers, threads, Hz
 unit = issued / 3.35e12 / 8  # for each bit that the memory delivers
@@ -66,9 +66,9 @@ page.picture.bars("Instructions per weight that arrives", budget, texts)
 # Step 1: shift and mask {gain shift at M=1, N=28672}
 # ---------------------------------------------------
 #
-# A word of 32 bits holds eight codes, and 16 words hold a group. Code j of
-# word w is for column 16 j + w of the group. So codes of one j in words 0 to
-# 15 are for 16 neighbouring columns of x. K is a multiple of 128, and N of 16.
+# A word of 32 bits holds eight codes, and 16 words a group. Code j of word w
+# is for column 16 j + w of the group. So codes j of words 0 to 15 are for 16
+# neighbouring columns of x. K is a multiple of 128, N of 16.
 
 
 @functools.lru_cache(maxsize=4)  # a weight is packed once
