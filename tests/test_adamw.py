@@ -768,6 +768,23 @@ def test_empty_lists_step_nothing_under_a_dispatch_mode():
             adamw_step([], [], [], [], step=0)
 
 
+def test_torch_compile_does_not_follow_into_the_operator(device):
+    def both(lists, step):
+        adamw_step(*lists, step=step)
+        return [p + 1 for p in lists[0]], step
+
+    def lists(dtype):
+        return [[torch.full((3,), value, dtype=dtype, device=device)] for value in (1, 1, 0, 0)]
+
+    torch._dynamo.reset()
+    torch.compile(both, backend="eager")([[], [], [], []], torch.tensor(7.0))  # nothing to compile: it gives up
+    torch.compile(both, backend="eager")(lists(torch.float32), 1)
+    some, others = lists(torch.bfloat16), lists(torch.bfloat16)
+    torch.compile(both, backend="aot_eager", dynamic=True)(some, 1)
+    adamw_step(*others, step=1)
+    assert torch.equal(some[0][0], others[0][0])
+
+
 # The card -------------------------------------------------------------------------------------------------------------
 
 

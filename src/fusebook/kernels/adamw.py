@@ -563,8 +563,8 @@ _SCHEMA = (
     "Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
 )
 LIBRARY.define(_SCHEMA, tags=torch.Tag.pt2_compliant_tag)
-for _device in ("CUDA", "CPU"):
-    LIBRARY.impl(_NAME, _stepped, _device)
+for _device in ("CUDA", "CPU"):  # where torch.compile has given up a caller, it would follow into the operator
+    LIBRARY.impl(_NAME, getattr(torch, "_disable_dynamo", lambda function: function)(_stepped), _device)
 
 
 def _without_memory(
