@@ -23,7 +23,7 @@ ort = pytest.importorskip("onnxruntime")
 
 import onnx.helper as oh  # noqa: E402
 
-from fusebook.ort import NODES, Graph, custom, custom_op, register  # noqa: E402
+from fusebook.ort import LOSSES, NODES, NORMS, Graph, custom, custom_op, register  # noqa: E402
 from graphs import KINDS, model, one_node, registered_by_an_old_onnx_runtime  # noqa: E402
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -378,6 +378,7 @@ def test_a_pickled_operator_takes_nothing_of_its_process_along():
     x = torch.ones(2)
     op = custom_op("Unary", torch.neg, {"x": "T"}, {"y": "T"}, types={"T": FLOATS})
     assert graph(op)({"x": x})["y"][0].item() == -1
+    assert [repr(o) for o in pickle.loads(pickle.dumps(NODES + NORMS + LOSSES))] == [*map(repr, NODES + NORMS + LOSSES)]
     for copied in (pickle.loads(pickle.dumps(op)), copy.deepcopy(op)):
         assert copied.number != op.number and not copied._overloads
         assert graph(copied)({"x": x})["y"][0].item() == -1 and repr(copied) == repr(op)

@@ -66,6 +66,10 @@ def _quantized(
     _matmul.write(out, x, [words, scales] + ([] if zeros is None else [zeros]), [], bias, N, K, bits, group)
 
 
+def _rows_of_products(x: Tensor, *_: Any, N: int, **__: Any) -> tuple[int, ...]:
+    return (*x.shape[:-1], N)
+
+
 _SCATTERED: dict[str, Any] = {
     "inputs": {"shape": torch.int64, "indices": "I", "updates": "T"},
     "outputs": {"y": "T"},
@@ -90,7 +94,7 @@ MASKED_SCATTER_ND = custom_op(
 QUANTIZED_MATMUL = custom_op(
     "QuantizedMatMul", _quantized,
     {"x": "T", "words": torch.int32, "scales": "T", "zeros": torch.int8, "bias": "T"}, {"y": "T"},
-    lambda x, *_, N, **__: (*x.shape[:-1], N),
+    _rows_of_products,
     types={"T": (torch.float16, torch.bfloat16)}, attributes={"N": int, "K": int, "bits": int, "group": int},
     optional=("zeros", "bias"),
 )  # fmt: skip
