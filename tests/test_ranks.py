@@ -29,6 +29,7 @@ from fusebook.kernels.distributed import (
     allreduce_config,
     reachable,
 )
+from fusebook.kernels.kmeans import _sums_fit
 from fusebook.lesson import evidence
 from fusebook.lesson import open as open_lesson
 from fusebook.lesson._ranks import enough, join, ranks, timed
@@ -57,8 +58,10 @@ def test_sums_and_means_are_a_step(n, d, k, dtype, device):
     found, sums = OPERATORS["kmeans_sums"](points, centres, torch.uint8)
     assert torch.equal(found, labels)
     assert sums[:, :, d].sum() == n
-    if d:
+    if d and _sums_fit(d, k):  # else a step of few points adds in another order
         assert torch.equal(OPERATORS["kmeans_means"](sums, centres), new)
+    elif d:
+        torch.testing.assert_close(OPERATORS["kmeans_means"](sums, centres), new)
 
 
 def test_sums_of_another_shape_are_refused(device):
