@@ -460,11 +460,22 @@ def test_threads_that_come_first_load_the_library_once(device, monkeypatch):
     assert len(loaded) == 1 and found == {i: [i] * 3 for i in range(8)}
 
 
-def test_torch_compile_does_not_follow_into_a_kernel(device):
+def test_torch_compile_does_not_follow_into_a_kernel(device, monkeypatch):
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    traced, begin = [], InstructionTranslator.__init__
+
+    def recorded(self, *given, **more):
+        begin(self, *given, **more)
+        traced.append(self.f_code.co_name)
+
+    monkeypatch.setattr(InstructionTranslator, "__init__", recorded)
+    torch._dynamo.reset()
     made = Graph(one_node("Softmax", {"x": torch.float32}, {"y": torch.float32}), device=device, ops=NODES)
     x = torch.randn(2, 3, device=device)
     compiled = torch.compile(lambda x: made({"x": x * 1})["y"] + 1, backend="eager")
     torch.testing.assert_close(compiled(x), torch.softmax(x, -1) + 1)
+    assert traced and "_compute" not in traced
 
 
 def test_threads_share_a_session(device):

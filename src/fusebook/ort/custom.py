@@ -345,6 +345,13 @@ def _destroy(kernel: int) -> None:
     _KERNELS.pop(kernel, None)
 
 
+# torch.compile would trace these, and look through tables that change meanwhile.
+_frames = _private("torch:_C._dynamo.eval_frame", None)
+if hasattr(_frames, "set_code_exec_strategy"):
+    _skip = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+    for _callback in (_create, _compute, _destroy):
+        _frames.set_code_exec_strategy(_callback.__code__, _skip)
+
 _CREATE_CALLBACK = _CREATE(_create)
 _COMPUTE_CALLBACK = _COMPUTE(_compute)
 _DESTROY_CALLBACK = _DESTROY(_destroy)
