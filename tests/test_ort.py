@@ -758,6 +758,10 @@ def _without_an_output(model):
     del model.graph.node[-1].output[:]
 
 
+def _with_a_name_twice(model):
+    model.graph.initializer.extend(model.graph.initializer[:1])
+
+
 def _with_training(model):
     model.training_info.add()
 
@@ -777,6 +781,7 @@ def _with_a_function(model):
         (_with_a_sparse_initializer, "sparse tensors"),
         (_with_a_sparse_constant, "sparse tensors"),
         (_with_training, "training_info"),
+        (_with_a_name_twice, "initializers of different names"),
         (_with_an_opaque_input, "opaque types"),
         (_with_a_map, "onnx_ir can take, got one with which it fails: Map types are not supported"),
         (_without_an_output, "onnx_ir can take, got one with which it fails: The number of values"),

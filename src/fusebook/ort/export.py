@@ -313,6 +313,13 @@ def _sparse(nodes: Any, initializers: Any = ()) -> bool:
     )
 
 
+def _ambiguous(graph: Any) -> bool:
+    """Whether two initializers have one name in a graph, or in one within it."""
+    names = [tensor.name for tensor in graph.initializer]
+    attributes = [a for node in graph.node for a in node.attribute]
+    return len(set(names)) < len(names) or any(_ambiguous(g) for a in attributes for g in (a.g, *a.graphs))
+
+
 def fuse(model: Any) -> Any:
     """Replace chains of standard operators, and matmuls with weights of few bits, by Fusebook's.
 
@@ -345,7 +352,7 @@ def fuse(model: Any) -> Any:
     ValueError
         For what would be lost: sparse tensors, inputs and outputs of opaque types, and training_info. Where the domain
         ``fusebook`` is another: of a version that is not 1, or with functions of the model. And for a model that
-        onnx_ir does not take, such as one with maps.
+        onnx_ir does not take, such as one with maps, or that has two initializers of one name.
     """
     _onnxscript()
     import onnx
@@ -369,6 +376,8 @@ def fuse(model: Any) -> Any:
             "fuse: expected a model without sparse tensors, opaque types and training_info, which onnx_ir loses, got "
             "one with them; make the tensors dense, or clear training_info"
         )
+    if proto and _ambiguous(given.graph):
+        raise ValueError("fuse: expected initializers of different names, got two of one; rename or delete one of them")
     imports = [
         {o.domain: o.version for o in of.opset_import} if proto else of.opset_imports for of in (given, *functions)
     ]
