@@ -129,7 +129,8 @@ page.check(matmul_shift, *given)
 # %%
 # x has large values and rows far from 0. The error is relative to float64 with
 # these codes, in *eps*, the distance from 1 to the next float16. *SASS per
-# weight* counts machine instructions of the loop, for one row of x.
+# weight* counts machine instructions of the loop for each weight that it
+# reads.
 #
 # A program is one warp. It owns four rows of the weight and one row of x: four
 # elements of the result. A thread loads four words of a row at once. A
@@ -286,12 +287,12 @@ def matmul_tensor(x, codes, scales, bits=4):
 page.check(matmul_tensor, *given)
 
 # %%
-# In ``operand``, *row* and *pair* number the lanes, and the halves their
-# values. So no value moves to another lane: the compiler only renames
-# registers. The sum over columns may have any order. Here the eight elements
-# of x that a lane needs for two products are neighbours: 16 bytes, the widest
-# load. The library's kernel loads words ahead, and reads a weight once for 16
-# rows:
+# In ``operand``, *row* and *pair* pick a lane of a warp, the halves and *one*
+# a value in it. So no value moves to another lane: the compiler only renames
+# registers. The sum over columns may have any order. We chose one where the
+# eight elements of x that a lane needs for two ``tl.dot`` are neighbours: 16
+# bytes, the widest load. The library's kernel loads words ahead, and reads a
+# weight once for 16 rows:
 
 page.source("quantized_matmul", fold=True)
 
@@ -317,10 +318,10 @@ page.rounding(given[0], weight, bits=(8, 4), groups=(32, 128, 0))
 page.plot("times", over="M")
 
 # %%
-# In the table the weight has 28672 x 8192 codes, and 100 % is a copy of as
-# many bytes as x, codes, scales and y. A code has 4 + 16 / 128 bits, scale
-# included. So float16, which reads 3.9 times as many, cannot exceed 26 %.
-# *tinygemm* is torch's four-bit kernel, in bfloat16.
+# In the table the weight has 28672 x 8192 codes, and 100 % is a copy that
+# reads and writes as many bytes as x, codes, scales and y have. A code has 4 +
+# 16 / 128 bits, scale included. So float16, which reads 3.9 times as many,
+# cannot exceed 26 %. *tinygemm* is torch's four-bit kernel, in bfloat16.
 
 steps = {"shift": matmul_shift, "pairs": matmul_pairs}
 page.steps(float16=matmul_float16, **steps, tensor=matmul_tensor)
@@ -364,7 +365,7 @@ page.use()
 #
 # With *zero points* a code's value is (code - zero) * scale, and each group
 # has its own zero. This function ignores them. Fix it and run its cell again.
-# Change no kernel: only sums of x over the groups are missing.
+# Change no kernel: add a multiple of each group's sum of x.
 
 
 def with_zeros(x, codes, scales, zeros):
