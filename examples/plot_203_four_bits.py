@@ -287,12 +287,12 @@ def matmul_tensor(x, codes, scales, bits=4):
 page.check(matmul_tensor, *given)
 
 # %%
-# In ``operand``, *row* and *pair* pick a lane of a warp, the halves and *one*
-# a value in it. So no value moves to another lane: the compiler only renames
-# registers. The sum over columns may have any order. We chose one where the
-# eight elements of x that a lane needs for two ``tl.dot`` are neighbours: 16
-# bytes, the widest load. The library's kernel loads words ahead, and reads a
-# weight once for 16 rows:
+# In ``operand``, the axes *row* and *pair* pick a lane of a warp, the halves
+# and *one* pick a value in it. So no value moves to another lane: the compiler
+# only renames registers. The sum over columns may have any order. We chose one
+# where the eight elements of x that a lane needs for two ``tl.dot`` are
+# neighbours: 16 bytes, the widest load. The library's kernel loads words
+# ahead, and reads a weight once for 16 rows:
 
 page.source("quantized_matmul", fold=True)
 
