@@ -318,10 +318,10 @@ page.rounding(given[0], weight, bits=(8, 4), groups=(32, 128, 0))
 page.plot("times", over="M")
 
 # %%
-# In the table the weight has 28672 x 8192 codes, and 100 % is a copy that
-# reads and writes as many bytes as x, codes, scales and y have. A code has 4 +
-# 16 / 128 bits, scale included. So float16, which reads 3.9 times as many,
-# cannot exceed 26 %. *tinygemm* is torch's four-bit kernel, in bfloat16.
+# In the table the weight has 28672 x 8192 codes. A copy that reads and writes
+# as many bytes as x, codes, scales and y have is 100 %. A code has 4 + 16 /
+# 128 bits, scale included. So float16, which reads 3.9 times as many, cannot
+# exceed 26 %. *tinygemm* is torch's four-bit kernel, in bfloat16.
 
 steps = {"shift": matmul_shift, "pairs": matmul_pairs}
 page.steps(float16=matmul_float16, **steps, tensor=matmul_tensor)
