@@ -378,9 +378,14 @@ def _held(op: Op, frame: pd.DataFrame, variant: str) -> float | None:
     return float((rows["peak_bytes"] - rows["write_bytes"]).max()) if _extra(frame, "fusebook") > 10 else None
 
 
+def _beyond(rows: pd.DataFrame) -> float:
+    """Bytes that some size takes at its peak, besides its output: the most of all sizes."""
+    return float((rows["peak_bytes"] - _output(rows)).max())
+
+
 def _memory_of(op: Op, frame: pd.DataFrame, variant: str, name: str = "", output: str = "the output") -> str:
     rows = tables.where(frame, variant=variant, status="ok")
-    ratio, beyond = _extra(frame, variant), float((rows["peak_bytes"] - _output(rows)).max())
+    ratio, beyond = _extra(frame, variant), _beyond(rows)
     name = name or ("Fusebook" if variant == "fusebook" else _SAID.get(variant, variant))
     name = name if name.startswith("torch.") else name[:1].upper() + name[1:]
     if ratio != ratio:
@@ -417,7 +422,7 @@ def _most(op: Op, frame: pd.DataFrame, variants: Sequence[str]) -> str:
         name = max(found, key=functools.partial(_extra, frame))
         # Of all sizes, as the verdict says it.
         rows = tables.where(frame, variant=name, status="ok")
-        beyond = float((rows["peak_bytes"] - _output(rows)).max())
+        beyond = _beyond(rows)
         more = f" + {_bytes(beyond)}" if beyond >= 2**24 else ""  # a small workspace is no cost
         span = f"1.0 x output{more}" if _extra(frame, name) < 1.02 else f"{_span(rows)} x output"
         return f"{span}{f' ({said([name])})' if len(found) > 1 else ''}"
