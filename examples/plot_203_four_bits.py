@@ -328,8 +328,8 @@ page.steps(float16=matmul_float16, **steps, tensor=matmul_tensor)
 
 # %%
 # Only step 1 exceeds the budget, but too little to explain its time. We do not
-# know why step 3 loses with one row. No step reaches 100 %; a call has few
-# loads in flight at its start and end, whose share we did not measure.
+# know why step 3 loses with one row. A call has few loads in flight at its
+# start and end.
 
 page.findings()
 
