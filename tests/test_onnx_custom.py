@@ -269,6 +269,10 @@ def test_what_a_launcher_must_return(device):
     refused("expected 2 shapes, got 1", graph(op, device, *wanted), {"x": x})
     op = unary(launcher=lambda x, out: x * 2)
     refused("expected the launcher to write y into the memory given as out", graph(op, device), {"x": x})
+    for write in (lambda x, out: out.resize_(2).fill_(1), lambda x, out: setattr(out, "data", x * 2)):
+        refused("expected the launcher to write y into the memory", graph(unary(launcher=write), device), {"x": x})
+    op = unary(launcher=lambda x: torch.nested.nested_tensor([x, x[1:]]), shape=None)
+    refused("expected the launcher to return a tensor for y, got a nested one", graph(op, device), {"x": x})
     for axes in (17, 65):
         op = unary(launcher=lambda x, n=axes: x.view([1] * n), shape=None)
         refused(f"expected outputs of at most 16 axes, got {axes}", graph(op, device), {"x": x[:1].clone()})

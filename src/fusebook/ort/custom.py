@@ -267,13 +267,12 @@ class _Kernel:
             return
         shapes = op._shapes(given, self.attributes)
         memory = [self._output(running, i, shape) for i, shape in enumerate(shapes)]
+        places = [(out.shape, out.data_ptr()) for out in memory]  # torch resizes an out that does not fit
         results = op.launcher(*given, out=memory[0] if len(memory) == 1 else tuple(memory), **self.attributes)
-        if results is None:
-            return
-        results = results if isinstance(results, (tuple, list)) else (results,)
+        results = memory if results is None else results if isinstance(results, (tuple, list)) else (results,)
         op._complete(results)
-        for name, result, out in zip(op.outputs, results, memory, strict=True):
-            if not isinstance(result, Tensor) or result.shape != out.shape or result.data_ptr() != out.data_ptr():
+        for name, result, place in zip(op.outputs, results, places, strict=True):
+            if (result.shape, result.data_ptr()) != place:
                 raise ValueError(
                     f"{op.name}: expected the launcher to write {name} into the memory given as out, got another "
                     "tensor; write to out and return it, or leave shape out so that the result is copied"
@@ -498,9 +497,10 @@ class CustomOp:
                 f"{len(results)}; return them as a tuple"
             )
         for name, result in zip(self.outputs, results, strict=True):
-            if not isinstance(result, Tensor):
+            if not isinstance(result, Tensor) or result.is_nested:
+                got = "a nested one" if isinstance(result, Tensor) else type(result).__name__
                 raise TypeError(
-                    f"expected the launcher to return a tensor for {name}, got {type(result).__name__}; return a tensor"
+                    f"expected the launcher to return a tensor for {name}, got {got}; return a dense tensor"
                 )
 
     def _attributes_of(self, api: int, info: int) -> dict[str, Any]:
