@@ -376,6 +376,10 @@ def test_operators_of_one_name_in_different_sessions_and_several_domains_in_one(
     proto = model(nodes, {"x": f}, {"y": f})
     proto.opset_import.append(oh.make_opsetid("elsewhere", 1))
     assert Graph(proto, device="cpu", ops=[twice, there])({"x": x})["y"][0].item() == 3
+    for standard in ("", "ai.onnx"):  # two names of one domain
+        op = custom_op("Neg", into(lambda x: x + 5), {"x": f}, {"y": f}, "x", domain=standard)
+        proto = model([oh.make_node("Neg", ["x"], ["y"])], {"x": f}, {"y": f})
+        assert Graph(proto, device="cpu", ops=[op])({"x": x})["y"].tolist() == [6, 6]
 
 
 def test_a_pickled_operator_takes_nothing_of_its_process_along():

@@ -407,7 +407,7 @@ class CustomOp:
         self.attributes = dict(attributes)
         self.host = tuple(host)
         self.optional = tuple(optional)
-        self.domain = domain
+        self.domain = "" if domain == "ai.onnx" else domain  # its other name, which ONNX Runtime does not look for
         self._check()
         self.number = next(_numbers)
         self._overloads: list[int] = []
@@ -645,6 +645,8 @@ def custom_op(
         Inputs that are wanted on the CPU, such as a shape.
     optional : sequence of str
         Inputs that a node may leave out.
+    domain : str, default "fusebook"
+        Of the operator in a graph. In ``""``, which is also ``"ai.onnx"``, it replaces ONNX's operator of that name.
 
     Returns
     -------
