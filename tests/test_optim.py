@@ -504,6 +504,18 @@ def test_gradients_that_no_kernel_takes_are_refused(device):
         AdamW([p]).step()
 
 
+def test_a_gradient_may_be_a_view_that_negates(device):
+    lists = [[torch.nn.Parameter(torch.tensor(0.5, device=device))] for _ in BOTH]
+    for kind, (p,) in zip(BOTH, lists, strict=True):
+        optimizer = kind([p], lr=0.1)
+        for conj in (torch.conj, torch.clone, torch.conj):
+            optimizer.zero_grad()
+            (conj(torch.complex(torch.ones_like(p), p)) * (1 + 2j)).real.backward()
+            assert p.grad.is_neg() == (conj is torch.conj)
+            optimizer.step()
+    close(*lists)
+
+
 @pytest.mark.parametrize("flatten", [False, True])
 def test_a_distributed_checkpoint_is_loaded_by_the_other(flatten, device):
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)

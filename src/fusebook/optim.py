@@ -425,11 +425,12 @@ def _lay(p: Tensor, state: dict[str, Any]) -> bool:
 
 
 def _gradient(p: Any, local: Tensor) -> Tensor:
-    """The gradient of the local part, with its strides."""
+    """The gradient of the local part, with its strides, in memory as it is."""
     g = p.grad
     if hasattr(p, "to_local") and g.placements != p.placements:  # a sum that is still apart, for example
         g = g.redistribute(p.device_mesh, p.placements)
     g = _local(g)
-    if g.layout is torch.strided and g.stride() != local.stride():
+    # Autograd leaves a view that negates behind torch.conj, for a parameter of one element.
+    if g.layout is torch.strided and (g.stride() != local.stride() or g.is_neg()):
         g = torch.empty_like(local, dtype=g.dtype, requires_grad=False).copy_(g)
     return g  # type: ignore[no-any-return]
