@@ -146,6 +146,15 @@ def test_each_loads_the_state_of_the_other(capturable, device):
     close_states(*made)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_learning_rate_may_be_of_a_half_type(dtype, device):
+    rates = 0.125, torch.tensor(0.125, dtype=dtype), torch.tensor(0.125, dtype=dtype, device=device)
+    lists = [parameters(device) for _ in rates]
+    for ps, lr in zip(lists, rates, strict=True):
+        after(AdamW(ps, lr=lr), ps, 2)
+        close(ps, lists[0], 0)
+
+
 def test_groups_late_groups_schedulers_and_clipping(device):
     lists = [parameters(device) for _ in BOTH]
     made = []
@@ -478,6 +487,12 @@ def test_bad_options_are_refused(error, message, options, device):
         (TypeError, "seed to be an integer, got str", {"seed": "7"}),
         (ValueError, "a state with max_exp_avg_sq", {"amsgrad": True}),
         (TypeError, "beta1 to be a number, got str", {"betas": ("a", 0.9)}),
+        (TypeError, "beta1 to be a number, got Tensor", {"betas": (torch.ones(2), 0.9)}),
+        (ValueError, "betas to be two numbers, got 0.9", {"betas": 0.9}),
+        (ValueError, "betas to be two numbers, got None", {"betas": None}),
+        (TypeError, "weight_decay to be a number, got Tensor", {"weight_decay": torch.ones(2)}),
+        (ValueError, "expected lr on", {"lr": torch.empty((), device="meta")}),
+        (ValueError, "expected lr to be one number", {"lr": torch.ones(2)}),
         (ValueError, "use torch.optim.Adam", {"decoupled_weight_decay": False}),
     ],
 )

@@ -210,7 +210,7 @@ class AdamW(torch.optim.AdamW):
 
     def _launches(self, group: dict[str, Any], capturing: bool) -> list[tuple[_Launch, Any]]:
         """What steps a group, and the gradients; the launches of the step before, where nothing else has changed."""
-        if group["weight_decay"] and not group.get("decoupled_weight_decay", True):  # what torch calls Adam
+        if not group.get("decoupled_weight_decay", True) and group["weight_decay"]:  # what torch calls Adam
             raise ValueError(
                 "AdamW: expected groups with decoupled_weight_decay=True, got False, which adds the decay to the "
                 "gradient; use torch.optim.Adam"
@@ -273,7 +273,8 @@ class AdamW(torch.optim.AdamW):
         params, given, as_they_are = launch.params, grads, False
         try:
             lists = [[s[key] for s in launch.states] for key in _STATE[: 3 if group["amsgrad"] else 2]]
-        except KeyError:  # since amsgrad was set
+            beta1, beta2 = group["betas"]
+        except (KeyError, TypeError, ValueError):  # since amsgrad or betas were set
             _check_group(group, self.state)
             raise
         if launch.check is None:
@@ -281,10 +282,10 @@ class AdamW(torch.optim.AdamW):
             params = [*map(_local, params)]
             grads = [_gradient(p, local) for p, local in zip(launch.params, params, strict=True)]
             as_they_are = _same(params, launch.params) and _same(grads, given)
-        beta1, beta2 = [b.item() if isinstance(b, Tensor) else b for b in group["betas"]]
+        beta1, beta2 = [b.item() if isinstance(b, Tensor) and b.numel() == 1 else b for b in (beta1, beta2)]
         lr, device = group["lr"], params[0].device
-        if isinstance(lr, Tensor):  # as torch.optim has it, one on the CPU is a number
-            lr = lr.item() if lr.device.type == "cpu" != device.type else lr.to(device)
+        if isinstance(lr, Tensor) and not lr.is_meta:  # as torch.optim has it, one on the CPU is a number
+            lr = lr.item() if lr.device.type == "cpu" != device.type and lr.numel() == 1 else lr.to(device)
         if scaling:
             scaling = {
                 key: _local(value).to(device, non_blocking=True) if isinstance(value, Tensor) else value

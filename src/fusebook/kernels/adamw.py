@@ -605,7 +605,7 @@ def _listed(what: str, of: Any) -> list[Any]:
 
 _SINGLES = {
     "step": (torch.float32, torch.int32, torch.int64),
-    "lr": (torch.float32, torch.float64),
+    "lr": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
     "norm": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
     "grad_scale": (torch.float32, torch.float64),
     "found_inf": (torch.float32,),
@@ -649,7 +649,7 @@ def adamw_step(
         The number of this step, from 1 up. Or one number on the device, float32, int32 or int64, which counts the steps
         done, from 0 up, and to which this one is added: it is not read by the host.
     lr : float or torch.Tensor
-        The learning rate; as a tensor, one number on the device, float32 or float64.
+        The learning rate; as a tensor, one number on the device, float16, bfloat16, float32 or float64.
     beta1, beta2, eps, weight_decay : float
         As of `torch.optim.AdamW`.
     maximize : bool
