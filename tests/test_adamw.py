@@ -273,7 +273,10 @@ def test_parameters_without_a_gradient_stay(device):
     adamw_step(ps, [None, gs[1], None, None, gs[4]], ms, vs, step=1, lr=0.1)
     close(ps, want)
     assert torch.equal(ps[0], before[0]) and not torch.equal(ps[1], before[1])
-    adamw_step(ps, [None] * 5, ms, vs, step=2)
+    count = torch.tensor(3, device=device)
+    for step in (2, count):
+        adamw_step(ps, [None] * 5, ms, vs, step=step)
+    assert count == 3
     adamw_step([], [], [], [], step=1)
 
 

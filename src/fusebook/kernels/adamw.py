@@ -637,7 +637,7 @@ def adamw_step(
     grads : sequence of torch.Tensor or None
         A gradient for each parameter, of its shape and strides, in its dtype, or in float32 beside half types. Strides
         of axes of length 1 may differ. A parameter whose gradient is None is left as it is, with all that belongs to
-        it.
+        it. Without any gradient nothing is done, nor counted.
     exp_avgs, exp_avg_sqs : sequence of torch.Tensor
         The running averages m and v, zeros before the first step, as `grads`; both of one dtype.
     max_exp_avg_sqs : sequence of torch.Tensor, optional
