@@ -280,6 +280,20 @@ def test_parameters_without_a_gradient_stay(device):
     adamw_step([], [], [], [], step=1)
 
 
+def test_a_saved_parameter_may_be_stepped_before_its_gradient(device):
+    ps, gs, ms, vs = model(device)
+    want = by_torch(ps, [gs, gs], lr=0.1)
+    x = torch.ones(5, device=device, requires_grad=True)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        loss = (x.sum() * ps[1].square()).sum()
+        before = ps[1].square().sum()
+        for step in (1, 2):
+            adamw_step(ps, gs, ms, vs, step=step, lr=0.1)
+        loss.backward()
+    close(ps, want)
+    close([x.grad], [before.expand(5)])
+
+
 def test_parameters_may_share_a_gradient(device):
     ps, gs, ms, vs = model(device, [(40,), (40,), (40,)])
     gs = [gs[0], gs[0], torch.cat([gs[0], gs[1]])[20:60]]
