@@ -208,6 +208,22 @@ def test_a_program_may_write_to_the_count_of_one_parameter(loaded, device):
     close(*lists)
 
 
+def test_a_state_may_have_other_entries(device):
+    lists = [parameters(device) for _ in BOTH]
+    for kind, ps in zip(BOTH, lists, strict=True):
+        optimizer = kind(ps, lr=0.1)
+        optimizer.state["mine"] = {"k": 1}
+        after(optimizer, ps, 2)
+        optimizer.state["seen"] = 5
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        after(optimizer, ps, 2)
+        assert optimizer.state["mine"] == {"k": 1} and optimizer.state["seen"] == 5
+    close(*lists)
+    optimizer.state[ps[0]] = {"k": 1}
+    with pytest.raises(ValueError, match=r"expected a state with step, got \['k'\]"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("count", [-1.0, 2.5, 3], ids=str)
 def test_what_is_no_count_of_steps_is_refused_before_a_step(count, device):
     ps = parameters(device)

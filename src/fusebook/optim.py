@@ -237,9 +237,10 @@ class AdamW(torch.optim.AdamW):
         known: dict[int, Any] = {}
         found: dict[Any, list[Tensor]] = {}
         for p in params:
-            count = self.state[p]["step"]
+            count = self.state[p].get("step")
             if id(count) not in known:  # tensors on the device are not read: they are the same, or count apart
                 if not isinstance(count, Tensor):
+                    _check_group(group, self.state)
                     raise TypeError(f"AdamW: expected step to be a tensor, got {type(count).__name__}; put it in one")
                 apart = group["capturable"] or count.device.type != "cpu"
                 known[id(count)] = id(count) if apart else _done(count)
@@ -247,7 +248,8 @@ class AdamW(torch.optim.AdamW):
             found.setdefault((known[id(count)], p.device, rounded), []).append(p)
         launches = []
         stepped = {*map(id, params)}
-        taken = {id(s["step"]) for p, s in self.state.items() if s and id(p) not in stepped}
+        # A program may keep other entries there too.
+        taken = {id(s["step"]) for p, s in self.state.items() if id(p) not in stepped and _counted(s)}
         for (done, *_), some in found.items():
             states = [self.state[p] for p in some]
             launch = _Launch(some, states, states[0]["step"])
@@ -333,7 +335,7 @@ class AdamW(torch.optim.AdamW):
         """
         found = super().state_dict()
         found["state"] = {
-            key: {**state, "step": state["step"].clone()} if "step" in state else state
+            key: {**state, "step": state["step"].clone()} if _counted(state) else state
             for key, state in found["state"].items()
         }
         return found
@@ -359,6 +361,10 @@ def _capturing() -> bool:
 
 def _seed(value: Any) -> int:
     return integer("AdamW", "seed", value, "None rounds to the nearest")
+
+
+def _counted(state: Any) -> bool:
+    return isinstance(state, dict) and isinstance(state.get("step"), Tensor)
 
 
 def _done(value: Any) -> int:
