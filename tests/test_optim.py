@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -594,6 +595,18 @@ def test_dtensors_step_their_shards_whatever_the_gradient_is(mesh):
     state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"].full_tensor()
     with pytest.raises(ValueError, match=r"expected exp_avg to be placed .*set_optimizer_state_dict"):
         optimizer.load_state_dict(state)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where kernels compile for a GPU")
+def test_a_gradient_may_be_that_of_a_collective_that_still_runs(mesh):
+    lists = [[torch.nn.Parameter(torch.ones(4))] for _ in BOTH]
+    for kind, (p,) in zip(BOTH, lists, strict=True):
+        optimizer = kind([p], lr=0.1)
+        for i in range(3):
+            p.grad = all_reduce(torch.full((4,), 1.0 + i), "sum", mesh)
+            assert type(p.grad) is not torch.Tensor
+            optimizer.step()
+    close(*lists)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where kernels compile for a GPU")

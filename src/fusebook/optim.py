@@ -416,8 +416,9 @@ def _placed(t: Any) -> Any:
 
 
 def _local(t: Any) -> Any:
-    """The part of a DTensor that this process has, or the tensor."""
-    return t.to_local() if hasattr(t, "to_local") else t
+    """The part of a DTensor that this process has, or the tensor, without a collective that may still run."""
+    t = t.to_local() if hasattr(t, "to_local") else t
+    return t.trigger_wait() if hasattr(t, "trigger_wait") else t
 
 
 def _lay(p: Tensor, state: dict[str, Any]) -> bool:
