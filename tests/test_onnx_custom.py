@@ -574,10 +574,17 @@ def test_a_compiler_that_fails_leaves_nothing(monkeypatch, tmp_path):
     compiler = tmp_path / "compiler"
     compiler.touch(0o755)
     monkeypatch.setenv("CC", str(compiler))
-    for says, message in (("printf 'no room: \\377' >&2; exit 1", "no room: "), ("exit 3", "it returned 3; set CC")):
+    with pytest.raises(RuntimeError, match="cannot run .*compiler .Exec format error.; set CC"):
+        custom.compile_c([source], tmp_path / "made.so")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CC", "./compiler")
+    for says, message in (
+        ("printf 'no room: \\377' >&2; exit 1", "no room: "), ("exit 3", "it returned 3; set CC"),
+        ("echo; echo one >&2; echo two >&2; exit 1", "one; set CC"), ("exit 0", "it returned 0 and wrote nothing;"),
+    ):  # fmt: skip
         compiler.write_text(f"#!/bin/sh\n{says}\n")
         with pytest.raises(RuntimeError, match=f"compiler failed: {message}"):
-            custom.compile_c([source], tmp_path / "made.so")
+            custom.compile_c([source], tmp_path / "made.so", folder=pathlib.Path("/"))
 
 
 def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path):

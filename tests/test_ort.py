@@ -4,6 +4,7 @@ The library is compiled once for one architecture and dtype; where there is a GP
 """
 
 import ctypes
+import os
 import re
 import shutil
 import subprocess
@@ -307,6 +308,8 @@ def test_what_cannot_be_built_is_refused(tmp_path, monkeypatch):
                            ({"arch": ["90"]}, "such as 90 for sm_90, got '90'"),
                            ({"arch": "90"}, "expected lists, such as"),
                            ({"arch": 90}, "expected lists, such as"), ({"dtype": "float32"}, "expected lists, such as"),
+                           ({"arch": b"Z"}, "expected lists, such as"), ({"dtype": None}, "expected lists, such as"),
+                           ({"dtype": [["float32"]]}, "dtypes of float32"), ({"progress": "no"}, "True or False"),
                            ({"workers": -1}, "workers from 1 up, got -1"), ({"workers": 0}, "workers from 1 up, got 0"),
                            ({"workers": "2"}, "workers to be an integer, got str")):  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=message):
@@ -319,10 +322,13 @@ def test_what_cannot_be_built_is_refused(tmp_path, monkeypatch):
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_compiled(tmp_path, monkeypatch):
     monkeypatch.setattr(aot, "_compiled", None)
     (tmp_path / "file").write_text("")
-    for out, why in ((tmp_path, "it is a folder"), (tmp_path / "file" / "x.so", "Not a directory|File exists")):
+    os.mkfifo(tmp_path / "pipe")
+    special = "it is a folder or a special file"
+    for out, why in ((tmp_path, special), (tmp_path / "pipe", special), (tmp_path / "x\0", "embedded null byte"),
+                     (tmp_path / "file" / "x.so", "Not a directory|File exists")):  # fmt: skip
         with pytest.raises(RuntimeError, match=rf"cannot write {out} \(({why})\); give another file as out \(--out\)"):
             build(out)
-    assert [f.name for f in tmp_path.iterdir()] == ["file"]
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["file", "pipe"] and (tmp_path / "pipe").is_fifo()
 
 
 def test_a_build_names_its_kernels_and_what_it_cannot_write(tmp_path, monkeypatch, capfd):

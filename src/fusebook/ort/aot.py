@@ -17,11 +17,11 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fusebook.kernels._call import integer
+from fusebook.kernels._call import flag, integer
 from fusebook.kernels.quantized import MANY_BLOCKS, MANY_TILES, launch_config
 from fusebook.measure.machine import cache_folder
 from fusebook.ort.custom import C, beside, compile_c
@@ -352,8 +352,9 @@ def build(
     RuntimeError
         Where there is no C compiler, a kernel does not compile, or `out` cannot be written.
     """
-    if isinstance(arch, (str, int)) or isinstance(dtype, str):
+    if any(isinstance(some, (str, bytes)) or not isinstance(some, Iterable) for some in (arch, dtype)):
         raise TypeError(f"fusebook.ort: expected lists, such as [90] and ['float32'], got {arch!r} and {dtype!r}")
+    flag("fusebook.ort", "progress", progress)
     if workers is not None:
         workers = integer("fusebook.ort", "workers", workers, "leave it out", "from 1 up", lambda n: n > 0)
     arch, dtype = [*arch], [*dtype]  # iterators too, which can be read once
@@ -361,7 +362,7 @@ def build(
         if not hasattr(number, "__index__") or not 80 <= number < 200:
             raise ValueError(f"fusebook.ort: expected architectures from 80 on, such as 90 for sm_90, got {number!r}")
     for name in dtype:
-        if name not in TYPES:
+        if name not in [*TYPES]:
             raise ValueError(f"fusebook.ort: expected dtypes of {', '.join(TYPES)}, got {name!r}")
     if not arch or not dtype:
         raise ValueError("fusebook.ort: expected an architecture and a dtype at least, got none; see --help")

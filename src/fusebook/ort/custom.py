@@ -20,6 +20,7 @@ import operator
 import os
 import pathlib
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -95,15 +96,20 @@ def compile_c(
     part = beside(out, remedy)
     flags = ["-std=gnu11", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{C}"]
     try:
-        done = subprocess.run(
-            [compiler, *flags, *map(str, sources), "-o", str(part), *options],
-            capture_output=True, text=True, errors="replace", check=False, cwd=folder,
-        )  # fmt: skip
-        if done.returncode:
-            lines = done.stderr.splitlines()
+        try:
+            done = subprocess.run(
+                [os.path.abspath(compiler), *flags, *map(str, sources), "-o", str(part), *options],
+                capture_output=True, text=True, errors="replace", check=False, cwd=folder,
+            )  # fmt: skip
+        except OSError as error:
+            raise RuntimeError(
+                f"fusebook.ort: cannot run {compiler} ({error.strerror}); set CC to a compiler of C11"
+            ) from error
+        if done.returncode or not part.stat().st_size:
+            lines = [line[:200] for line in done.stderr.splitlines() if line.strip()]
             full = next((line for line in lines if "No space left" in line), "")
-            first = full or next((line for line in lines if "error" in line), done.stderr.strip()[:200])
-            first = first or f"it returned {done.returncode}"
+            first = full or next((line for line in lines if "error" in line), lines[0] if lines else "")
+            first = first or f"it returned {done.returncode}" + " and wrote nothing" * (not done.returncode)
             advice = "free some, or set TMPDIR to another folder" if full else "set CC to a compiler of C11"
             raise RuntimeError(f"fusebook.ort: {compiler} failed: {first}; {advice}")
         part.chmod(0o755)  # the temporary file is for one user only
@@ -116,14 +122,14 @@ def compile_c(
 def beside(out: pathlib.Path, remedy: str) -> pathlib.Path:
     """A new, empty file in the folder of `out`; RuntimeError with the remedy where there can be none."""
     try:
-        if out.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(out.stat().st_mode):  # a device would be replaced too
+                raise FileExistsError(errno.EEXIST, "it is a folder or a special file")
         out.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(suffix=".so", dir=out.parent)
-    except OSError as error:
-        raise RuntimeError(
-            f"fusebook.ort: cannot write {out} ({error.strerror}); {remedy} that can be written"
-        ) from error
+    except (OSError, ValueError) as error:  # of a name that no file can have
+        why = getattr(error, "strerror", error)
+        raise RuntimeError(f"fusebook.ort: cannot write {out} ({why}); {remedy} that can be written") from error
     os.close(handle)
     return pathlib.Path(name)
 
