@@ -164,18 +164,21 @@ def test_without_a_gpu_cuda_is_refused_in_one_sentence():
         Graph(matmul(), device="cuda")
 
 
-def test_weights_in_another_file_are_found_beside_the_path(tmp_path):
+@pytest.mark.parametrize("kind", ["MatMul", "Add"])  # Add is folded, and MatMul packs its weights
+def test_weights_in_another_file_are_found_beside_the_path(tmp_path, kind):
     ir = pytest.importorskip("onnx_ir")
     w = np.arange(6, dtype=np.float32).reshape(2, 3)
-    proto = one_node("MatMul", {"x": torch.float32, "w": torch.float32}, {"y": torch.float32}, domain="")
+    proto = one_node(kind, {"x": torch.float32, "w": torch.float32}, {"y": torch.float32}, domain="")
     del proto.graph.input[1]
     proto.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
     path = tmp_path / "g.onnx"
     onnx.save(proto, path, save_as_external_data=True, location="w.bin", size_threshold=0)
-    x = torch.eye(2)
+    x = torch.eye(2) if kind == "MatMul" else torch.zeros(2, 3)
     for given in (path, onnx.load(path), ir.external_data.load_to_model(ir.load(path))):
         assert Graph(given, device="cpu")({"x": x})["y"].tolist() == w.tolist()
-    for given in (onnx.load(path, load_external_data=False), ir.load(path)):
+    (tmp_path / "short.onnx").write_bytes(path.read_bytes().replace(b"w.bin", b"s.bin"))
+    (tmp_path / "s.bin").write_bytes(b"short")
+    for given in (onnx.load(path, load_external_data=False), ir.load(path), tmp_path / "short.onnx"):
         with pytest.raises(ValueError, match="ort.Graph: expected weights within the model.*; pass the path, or load"):
             Graph(given, device="cpu")
 

@@ -394,6 +394,8 @@ def test_a_pickled_operator_takes_nothing_of_its_process_along():
 
 def test_a_domain_comes_once_to_a_session():
     options = ort.SessionOptions()
+    with pytest.raises(TypeError, match="expected options to be onnxruntime.SessionOptions, got NoneType"):
+        register(None, unary())
     register(options, unary())
     register(options, unary())
     proto = one_node("Unary", {"x": torch.float32}, {"y": torch.float32}).SerializeToString()

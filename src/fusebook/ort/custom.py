@@ -685,14 +685,23 @@ def custom_op(
 def register(options: Any, *ops: CustomOp) -> None:
     """Make operators known to the sessions that are made with these options.
 
+    Parameters
+    ----------
+    options : onnxruntime.SessionOptions
+    *ops : CustomOp
+
     Raises
     ------
     RuntimeError
         If there is no C compiler, or no folder for the compiled library. From ONNX Runtime, if the options have the
         domain of the operators already: a session takes one set of operators for each domain.
     TypeError, ValueError
-        For something else than operators, and for two of one name.
+        For something else than options and operators, and for two of one name.
     """
+    if not hasattr(type(options), "register_custom_ops_library"):
+        raise TypeError(
+            f"onnx.register: expected options to be onnxruntime.SessionOptions, got {type(options).__name__}; make one"
+        )
     for op in ops:
         if not isinstance(op, CustomOp):
             raise TypeError(

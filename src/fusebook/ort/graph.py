@@ -53,6 +53,8 @@ _NUMBERS = _ELEMENTS | {
     torch.float8_e5m2: 19,
     torch.float8_e5m2fnuz: 20,
 }
+#: What ONNX Runtime says of weights in another file that it does not find, or that is too short.
+_OUTSIDE = ("External data", "External initializer", "model_path must not be empty")
 
 
 class Graph:
@@ -159,11 +161,12 @@ class Graph:
         try:
             self.session = ort.InferenceSession(_readable(model), settings, providers=providers)
         except Exception as error:  # ONNX Runtime has its own classes
-            if "External data" not in str(error):
+            if not any(words in str(error) for words in _OUTSIDE):
                 raise
             raise ValueError(
-                f"ort.Graph: expected weights within the model, or in files beside its path, got {error}; pass the "
-                "path, or load them with onnx.load or onnx_ir.external_data.load_to_model"
+                "ort.Graph: expected weights within the model, or in files beside its path, got "
+                f"{str(error).strip()}; pass the path, or load them with onnx.load or "
+                "onnx_ir.external_data.load_to_model"
             ) from error
         if self.stream is not None and "CUDAExecutionProvider" not in self.session.get_providers():
             raise RuntimeError(
