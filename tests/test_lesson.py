@@ -25,7 +25,7 @@ import style
 import synthetic
 from fusebook import tables
 from fusebook.cards import OPS
-from fusebook.lesson import _decode, _memory, _numbers, _place, _products, _weights, evidence, picture
+from fusebook.lesson import _checks, _decode, _memory, _numbers, _place, _products, _weights, evidence, picture
 from fusebook.lesson.evidence import Claim, Frames, NotRecorded, history
 from fusebook.measure import bench, sources, timing
 from fusebook.measure import machine as machines
@@ -1015,11 +1015,10 @@ def test_sizes_and_steps_of_the_evidence_make_a_record_stale(page, monkeypatch):
 def test_a_page_records_all_rows_once_and_those_of_a_point_together(name, monkeypatch):
     about = evidence.load(name)
     page = object.__new__(lesson.Page)
-    page.about, page.frames = about, SimpleNamespace(known={"sweep": None})
+    page.about = about
     calls = []
     monkeypatch.setattr(sys.modules["fusebook.lesson._page"], "results", lambda op, **how: calls.append((op.name, how)))
-    monkeypatch.setattr(sys.modules["fusebook.lesson._page"], "measured", lambda *_: None)
-    lesson.Page._record(page)
+    lesson.Page._record_rows(page)
 
     def rows(name, config, dtype, variants):
         points = [tuple(dims.items()) for _, dims in bench.points(OPS[name], config)]
@@ -1029,10 +1028,8 @@ def test_a_page_records_all_rows_once_and_those_of_a_point_together(name, monkey
     assert len(given) == len(set(given)) and all(how["config"] and how["variants"] for _, how in calls)
     at = [key for operator, how in calls for key in {row[:3] for row in rows(operator, **how)}]
     assert len(at) == len(set(at))
-    specs = {n: s for n, s in about.FRAMES.items() if isinstance(s, evidence.Recorded) and not s.borrowed}
-    every = {n: set(rows(s.op, s.config, s.dtype, s.variants)) for n, s in specs.items()}
-    known = every.get("sweep", set())
-    assert set(given) == set().union(*every.values()) - known
+    specs = [s for s in about.FRAMES.values() if isinstance(s, evidence.Recorded) and not s.borrowed]
+    assert set(given) == set().union(*(rows(s.op, s.config, s.dtype, s.variants) for s in specs))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there needs no other one")
@@ -1113,8 +1110,6 @@ def test_what_no_step_of_a_lesson_shows_is_recorded_too(name, files, a_gpu, tmp_
     assert {*page.about.STEPS, "fusebook"} <= set(steps["step"]) & set(a_gpu)
     clock = next(name for name in ("gpu_us", "gpu_warm_us", "latency_us") if name in steps)
     assert steps["correct"].all() and steps[clock].notna().all()
-    if (sweep := page.frames.known.get("sweep")) is not None:
-        assert sweep.attrs["origin"].measured != page.about.FRAMES["sweep"].borrowed, "what is borrowed is replayed"
     folder = tmp_path / "records" / "test-gpu"
     assert {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.csv")} == files
 
@@ -1156,6 +1151,7 @@ def test_on_a_gpu_a_lesson_with_several_inputs_times_its_steps(name, a_gpu):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there needs no other one")
 def test_a_run_that_records_takes_all_that_the_evidence_reads(a_gpu, tmp_path, monkeypatch):
     monkeypatch.setenv("_FUSEBOOK_RECORD", str(tmp_path / "records"))
+    monkeypatch.setattr(_checks, "_judged", lambda *_: pytest.fail("no record has checks"))
     runpy.run_path(str(ROOT / "examples" / "plot_102_softmax.py"), run_name="lesson")
     assert {"TorchScript", "one_row, more warps", "persistent"} <= set(a_gpu)
     written = {path.relative_to(tmp_path / "records" / "test-gpu").as_posix() for path in tmp_path.rglob("*.csv")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import html
@@ -66,7 +65,20 @@ def open(name: str, **asked: int) -> Page:
     elif counted and _recording() and _counters.able():
         _counters.begin(counted.name)
     made: Page = kind(about, **asked)
+    if kind is _Counted or _recording():
+        vars(made).update(dict.fromkeys(_SHOWN, _nothing))
+    if _recording():
+        made._record_rows()  # before the page calls the library, since first calls compile
     return made
+
+
+#: What a run that records leaves out, as no record has it. Kernels of the page are checked where their steps are timed,
+#: and by the replay that judges the claims.
+_SHOWN = "verdict traffic check catches check_all check_graph graphs clusters plot findings use source exercise".split()
+
+
+def _nothing(*given: Any, **named: Any) -> Shown:
+    return Shown("", "")
 
 
 class _Pictures:
@@ -138,12 +150,9 @@ class Page:
     # What is measured or replayed
 
     def _sweep(self) -> pd.DataFrame:
-        spec, known = self.about.FRAMES["sweep"], self.frames.known
-        if "sweep" not in known and spec.borrowed and _recording():  # measured by the page that records it
-            with contextlib.suppress(NotRecorded):
-                known["sweep"] = spec.read()
+        known = self.frames.known
         if "sweep" not in known:
-            known["sweep"] = self.asked.results(variants=spec.variants)
+            known["sweep"] = self.asked.results(variants=self.about.FRAMES["sweep"].variants)
         return self.frames["sweep"]
 
     def _everything(self) -> pd.DataFrame:
@@ -320,8 +329,6 @@ class Page:
         special : bool
             Whether also on rows of -inf, NaN, inf and the largest finite values.
         """
-        if _recording():  # no record has it, and every size is compiled for itself
-            return Shown("", "")
         return _checks.all_checked(self.op, functions, self.about.SHAPES, special)
 
     @_or_banner
@@ -485,6 +492,7 @@ class Page:
         """Solutions, the evidence in one line, and what the page ran on."""
         if _recording():
             self._record()
+            return Shown("", "")
         found = [evidence.evaluate(claim, Frames(self.about)) for claim in self.about.CLAIMS if claim.condition]
         held = sum(o.holds is True for o in found)
         text = f"Evidence: {len(found)} checks behind this page, {held} hold."
@@ -508,28 +516,26 @@ class Page:
             "\n- ".join([f"{text} {fails}:" if items else text, *failed]),
         )._now()
 
-    def _record(self) -> None:
-        """Record what the evidence reads and the lesson does not show: no row twice, and all rows of a point together.
+    def _record_rows(self) -> None:
+        """Record what the evidence reads of operators: no row twice, and all rows of a point together.
 
         Frames may share points, whose inputs and references take a while.
         """
-        known: dict[Any, set[str]] = {}
         asked: dict[Any, dict[str, None]] = {}
-        for name, spec in self.about.FRAMES.items():
+        for spec in self.about.FRAMES.values():
             if isinstance(spec, Recorded) and not spec.borrowed:
                 op = OPS[spec.op]
                 points = [tuple(dims.items()) for _, dims in bench.points(op, spec.config)]
                 for key in itertools.product([spec.op], bench.dtypes(spec.dtype), points):
                     asked.setdefault(key, {}).update(dict.fromkeys(spec.variants or op.variants))
-                    if name in self.frames.known:
-                        known.setdefault(key, set()).update(spec.variants or op.variants)
         together: dict[Any, list[Any]] = {}
-        for key, variants in asked.items():
-            left = tuple(variant for variant in variants if variant not in known.get(key, ()))
-            together.setdefault((*key[:2], left), []).append(("", dict(key[2])))
-        for (operator, dtype, left), some in together.items():
-            if left:
-                results(OPS[operator], config=some, dtype=dtype, variants=left)
+        for (operator, dtype, dims), variants in asked.items():
+            together.setdefault((operator, dtype, tuple(variants)), []).append(("", dict(dims)))
+        for (operator, dtype, some), at in together.items():
+            results(OPS[operator], config=at, dtype=dtype, variants=some)
+
+    def _record(self) -> None:
+        """Record what the evidence reads and the lesson does not show."""
         for name, spec in self.about.FRAMES.items():
             if isinstance(spec, Measured) and spec.function and name not in self.frames.known:
                 measured(spec.name, spec.function)
@@ -549,11 +555,6 @@ def _helpers(kernels: Sequence[Any]) -> Shown:
 
 class _Counted(Page):
     """A page that Nsight Compute runs once more for its counters: it shows and measures nothing up to its steps."""
-
-    def _nothing(self, *given: Any, **named: Any) -> Any:
-        return Shown("", "")
-
-    verdict = traffic = check = catches = check_all = plot = findings = source = _nothing
 
     def steps(self, **steps: Callable[..., Any]) -> Shown:
         """Launch every step between the counters' marks; the process ends."""
