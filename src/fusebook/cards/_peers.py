@@ -14,7 +14,7 @@ from fusebook.measure.op import Op, Variant
 
 __all__ = [
     *("ORT", "card", "compiled", "compiling", "foreign", "in_tf32", "liger_takes", "matrices", "needs_float32"),
-    *("onnx_graph", "onnx_run", "pack", "quack_takes", "side_by_side", "weight"),
+    *("onnx_graph", "onnx_run", "onnx_session", "pack", "quack_takes", "side_by_side", "weight"),
 ]
 
 
@@ -145,6 +145,18 @@ def onnx_graph(dtype: torch.dtype, nodes: Sequence[Any], names: Sequence[str]) -
     shaped = [helper.make_tensor_value_info(name, kinds[dtype], [None, None]) for name in (*names, "y")]
     graph = helper.make_graph(nodes, "gemm", shaped[:-1], shaped[-1:])
     return helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+
+
+def onnx_session(model: Any, device: torch.device, tf32: bool = False) -> Any:
+    """A session of a graph, kept: to make one takes longer than to run it."""
+    return _session(model.SerializeToString(), device, tf32)
+
+
+@functools.lru_cache(maxsize=4)  # as many as there are at one point, since each holds memory
+def _session(model: bytes, device: torch.device, tf32: bool) -> Any:
+    from fusebook.ort import Graph
+
+    return Graph(model, device=device, tf32=tf32)
 
 
 def onnx_run(bound: Any) -> Tensor:

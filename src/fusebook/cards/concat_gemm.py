@@ -17,6 +17,7 @@ from fusebook.cards._peers import (
     needs_float32,
     onnx_graph,
     onnx_run,
+    onnx_session,
     pack,
     side_by_side,
     weight,
@@ -107,8 +108,6 @@ def _onnx_concat(one: bool, tf32: bool) -> Callable[..., tuple[Any]]:
     def prepare(x: Tensor, *weights: Tensor) -> tuple[Any]:
         from onnx import helper
 
-        from fusebook.ort import Graph
-
         if tf32:
             needs_float32(x)
         if x.dtype == torch.bfloat16:
@@ -127,7 +126,7 @@ def _onnx_concat(one: bool, tf32: bool) -> Callable[..., tuple[Any]]:
                 helper.make_node("Concat", ["y0", "y1"], ["y"], axis=1),
             ]
         inputs = {"x": x, "w0": weights[0], "w1": weights[1]}
-        graph = Graph(onnx_graph(x.dtype, nodes, list(inputs)), device=x.device, tf32=tf32)
+        graph = onnx_session(onnx_graph(x.dtype, nodes, list(inputs)), x.device, tf32)
         out = x.new_empty(x.shape[0], sum(w.shape[1] for w in weights))
         return (graph.bind(inputs, {"y": out}),)
 

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from fusebook.cards import _draws
-from fusebook.cards._peers import card, matrices
+from fusebook.cards._peers import card, matrices, onnx_session
 from fusebook.kernels import elementwise as ours
 from fusebook.measure.inputs import rough
 from fusebook.measure.op import Cost, Dims, Op, Variant
@@ -151,15 +151,13 @@ _CHAINS = {
 
 def _onnx(name: str, cost: Any) -> Variant:
     def prepare(*operands: Tensor) -> tuple[Any]:
-        from fusebook.ort import Graph
-
         names, chain = _CHAINS[name]
         shape = torch.broadcast_shapes(*(t.shape for t in operands))
         if 0 in shape:
             raise NotImplementedError(f"an output without elements has no memory to bind, got shape {tuple(shape)}")
         if not all(t.is_contiguous() for t in operands):
             raise NotImplementedError("memory is bound as it lies, so operands must be contiguous")
-        graph = Graph(_onnx_model(chain, names, operands[0].dtype), device=operands[0].device)
+        graph = onnx_session(_onnx_model(chain, names, operands[0].dtype), operands[0].device)
         out = operands[0].new_empty(shape)
         return (graph.bind(dict(zip(names.split(), operands, strict=True)), {"out": out}),)
 

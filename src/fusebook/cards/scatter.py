@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusebook.cards import _draws
-from fusebook.cards._peers import compiling
+from fusebook.cards._peers import compiling, onnx_session
 from fusebook.kernels.scatter import (
     embedding_backward,
     masked_scatter_nd_eager,
@@ -159,8 +159,6 @@ def _onnx_model(dtype: torch.dtype) -> Any:
 
 
 def _onnx_session(shape: tuple[int, int], indices: Tensor, updates: Tensor) -> tuple[Any]:
-    from fusebook.ort import Graph
-
     if updates.dtype == torch.bfloat16:
         raise NotImplementedError("ONNX Runtime's ScatterND does not add bfloat16")
     unable = {"cpu": torch.float16, "cuda": torch.float64}.get(updates.device.type)
@@ -168,7 +166,7 @@ def _onnx_session(shape: tuple[int, int], indices: Tensor, updates: Tensor) -> t
         raise NotImplementedError(f"ONNX Runtime's ScatterND does not add {str(unable)[6:]} on {updates.device.type}")
     if 0 in shape:
         raise NotImplementedError(f"an output without elements has no memory to bind, got shape {shape}")
-    graph = Graph(_onnx_model(updates.dtype), device=updates.device)
+    graph = onnx_session(_onnx_model(updates.dtype), updates.device)
     out = torch.empty(shape, dtype=updates.dtype, device=updates.device)
     return (graph.bind({"shape": torch.tensor(shape), "indices": indices, "updates": updates}, {"out": out}),)
 

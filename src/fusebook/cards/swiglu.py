@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 
 from fusebook.cards import _draws
-from fusebook.cards._peers import ORT, compiling, foreign, in_tf32, needs_float32, onnx_graph, onnx_run, pack, weight
+from fusebook.cards._peers import (
+    ORT,
+    compiling,
+    foreign,
+    in_tf32,
+    needs_float32,
+    onnx_graph,
+    onnx_run,
+    onnx_session,
+    pack,
+    weight,
+)
 from fusebook.kernels.products import swiglu, swiglu_eager
 from fusebook.measure.inputs import rough
 from fusebook.measure.op import Cost, Dims, Op, Variant
@@ -103,8 +114,6 @@ def _fusebook_swiglu(strategy: str | None, tf32: bool = False) -> Callable[..., 
 def _onnx_swiglu(x: Tensor, gate: Tensor, up: Tensor) -> tuple[Any]:
     from onnx import helper
 
-    from fusebook.ort import Graph
-
     if 0 in (*x.shape, *gate.shape):
         raise NotImplementedError("this graph takes nothing empty")
     nodes = [
@@ -115,7 +124,7 @@ def _onnx_swiglu(x: Tensor, gate: Tensor, up: Tensor) -> tuple[Any]:
         helper.make_node("Mul", ["silu", "u"], ["y"]),
     ]
     inputs = {"x": x, "gate": gate.T.contiguous(), "up": up.T.contiguous()}
-    graph = Graph(onnx_graph(x.dtype, nodes, list(inputs)), device=x.device)
+    graph = onnx_session(onnx_graph(x.dtype, nodes, list(inputs)), x.device)
     return (graph.bind(inputs, {"y": x.new_empty(x.shape[0], gate.shape[1])}),)
 
 
