@@ -9,6 +9,7 @@ import itertools
 import re
 import runpy
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -486,6 +487,27 @@ def test_every_step_of_four_bits_is_correct_for_more_rows_than_a_tile(replayed):
 )
 def test_kernels_of_a_step_are_sorted_by_their_names(kernel, kind):
     assert evidence.load("plot_305_training").kind_of(kernel).startswith(kind)
+
+
+ROW = """
+import json, sys, time
+sys.stdin.readline()
+begun = time.time()
+print("a warning\\nbegun", flush=True)
+sys.stdin.readline()
+print(json.dumps([{"begun": begun, "turn": time.time()}]))
+time.sleep(0.3)
+"""
+
+
+def test_processes_make_their_first_steps_together_and_measure_in_turn():
+    about, pipes = evidence.load("plot_305_training"), dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    processes = {name: subprocess.Popen([sys.executable, "-c", ROW], text=True, **pipes) for name in "ab"}
+    first, second = about._in_turn(processes)
+    assert max(first["begun"], second["begun"]) < first["turn"] < second["turn"] - 0.2
+    gone = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(3)"], text=True, **pipes)
+    with pytest.raises(RuntimeError, match="the process of a ended with 3"):
+        about._in_turn({"a": gone})
 
 
 def test_one_replacement_is_put_in_alone_and_a_page_trains_as_before(replayed, monkeypatch):

@@ -8,6 +8,7 @@ import gc
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import re
@@ -80,6 +81,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 SEQUENCES, LENGTHS = 4, (2048, 512)
+# Bytes of GPU memory: less than the weights of the first two models, which are measured.
+_KEPT = 2**30
 
 
 # Models and what trains them ------------------------------------------------------------------------------------------
@@ -102,8 +105,9 @@ def _build(name: str, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> Any:
     import transformers
 
     torch._dynamo.reset()
-    gc.collect()
     if torch.cuda.is_available():
+        if torch.cuda.memory_allocated() > _KEPT:  # a patched model is in a cycle; a collection of garbage is slow
+            gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     family, known = MODELS[name]
@@ -185,6 +189,8 @@ if "recompute" in inspect.signature(fusebook.patch).parameters:
     IMPLEMENTATIONS["Fusebook, recompute"] = functools.partial(_patched, recompute=True)
 #: Implementations that are measured with two models and every length, as is Liger.
 EVERYWHERE = ("eager", "Fusebook")
+#: Those that a process of their own measures: Liger's patch changes transformers' classes, and compilers take a core.
+APART = ("torch.compile", "torch.compile, no mask", "Fusebook, compiled", "Liger")
 #: Whose kernels are listed.
 PROFILED = ("eager", "Fusebook", "torch.compile", "torch.compile, no mask", "Fusebook, compiled")
 
@@ -241,27 +247,35 @@ def _kernels(step: Callable[[], Any], steps: int = 2) -> dict[str, float]:
     return {f"{kind}, ms": t for kind, t in ms.items()}
 
 
-def _row(name: str, model: str, tokens: int, blocks: int = 3, each: int = 3, **sizes: Any) -> dict[str, Any]:
-    """Milliseconds of a step, by the host's clock, in blocks of some steps; the peak of memory; losses."""
+def _row(
+    name: str, model: str, tokens: int, blocks: int = 3, each: int = 3, begun: Callable[[], Any] | None = None,
+    **sizes: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Milliseconds of a step, by the host's clock, in blocks of some steps; the peak of memory; losses.
+
+    `begun` is called after the first step, which compiles.
+    """
     row: dict[str, Any] = {"implementation": name, "model": model, "sequences": SEQUENCES, "tokens": tokens}
     try:
         made = _build(model, **sizes)
         run, optimizer = IMPLEMENTATIONS[name](made)
         rng = torch.Generator(_device()).manual_seed(0)
         ids = torch.randint(made.config.vocab_size, (SEQUENCES, tokens), generator=rng, device=_device())
-        begun = _wait()
+        start = _wait()
         losses = [_step(run, optimizer, ids)]
-        row["first_s"] = _wait() - begun
+        row["first_s"] = _wait() - start
+        if begun:
+            begun()
         for _ in range(2):
             losses.append(_step(run, optimizer, ids))
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         ms = []
         for _ in range(blocks):
-            begun = _wait()
+            start = _wait()
             for _ in range(each):
                 losses.append(_step(run, optimizer, ids))
-            ms.append((_wait() - begun) / each * 1e3)
+            ms.append((_wait() - start) / each * 1e3)
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else math.nan
         row |= {"ms": float(pd.Series(ms).median()), "least_ms": min(ms), "most_ms": max(ms), "peak_bytes": peak}
         row |= {"loss": float(losses[0]), "last_loss": float(losses[-1]), "note": ""}
@@ -272,39 +286,66 @@ def _row(name: str, model: str, tokens: int, blocks: int = 3, each: int = 3, **s
     return row
 
 
-def alone() -> None:
-    """Print the rows of Liger, whose patch changes transformers' classes: in a process that ends then.
+def alone(name: str) -> None:
+    """Print the rows of an implementation, in a process that ends then.
 
-    It imports its packages and waits for its turn, a line on stdin.
+    It imports its packages, then makes its first step, and then measures. It waits before each, for a line on stdin.
     """
-    for name in (*IMPORTS, "liger_kernel.transformers"):
-        importlib.import_module(name)
-    if not sys.stdin.readline():
-        return
-    rows = [_row("Liger", model, tokens) for model in [*MODELS][:2] for tokens in LENGTHS]
+    for module in (*IMPORTS, "liger_kernel.transformers", "torch._inductor.compile_fx"):
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(module)
+
+    def turn() -> None:
+        if not sys.stdin.readline():
+            raise SystemExit(1)
+
+    def begun() -> None:
+        print(_BEGUN, flush=True)
+        turn()
+
+    turn()
+    first, *others = [(model, tokens) for model in [*MODELS][:2] for tokens in LENGTHS]
+    rows = [_row(name, *first, begun=begun)] + [_row(name, *other) for other in others if name == "Liger"]
     print(json.dumps(rows))
+
+
+_BEGUN = "begun"
+
+
+def _in_turn(processes: Mapping[str, subprocess.Popen[str]]) -> list[dict[str, Any]]:
+    """The rows of processes that wait: they make their first steps at the same time, and measure one by one."""
+    rows: list[dict[str, Any]] = []
+    said: dict[str, list[str]] = {}
+    for process in processes.values():
+        print(file=process.stdin, flush=True)
+    for name, process in processes.items():
+        assert process.stdout
+        # All that it says, if the first step takes more memory than there is.
+        said[name] = [*itertools.takewhile(lambda line: line.strip() != _BEGUN, process.stdout)]
+    for name, process in processes.items():
+        said[name] += process.communicate("\n")[0].splitlines()
+        if process.returncode:
+            raise RuntimeError(f"the process of {name} ended with {process.returncode}; see above")
+        rows += json.loads(said[name][-1])
+    return rows
 
 
 def training() -> pd.DataFrame:
     """A row for each implementation, model and length; eager again at the end, as the GPU's clock may change."""
     _needs_transformers()
     first, second = [*MODELS][:2]
-    liger = None
-    if importlib.util.find_spec("liger_kernel"):
-        code = f"import {__name__} as evidence; evidence.alone()"
-        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        liger = subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
-    rows = [_row(name, first, LENGTHS[0]) for name in IMPLEMENTATIONS if name != "Liger"]
+    apart = {}
+    for name in APART:
+        if name != "Liger" or importlib.util.find_spec("liger_kernel"):
+            code = f"import {__name__} as evidence; evidence.alone({name!r})"
+            pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+            apart[name] = subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
+    rows = [_row(name, first, LENGTHS[0]) for name in IMPLEMENTATIONS if name not in APART]
     for model, tokens in ((first, LENGTHS[1]), (second, LENGTHS[0]), (second, LENGTHS[1])):
         rows += [_row(name, model, tokens) for name in EVERYWHERE]
     rows.append({**_row("eager", first, LENGTHS[0]), "implementation": "eager, again"})
     _build("small Llama")  # frees the last one
-    if liger:
-        said, errors = liger.communicate("\n")
-        if liger.returncode:
-            raise RuntimeError(f"Liger's patched models: {errors[-2000:]}")
-        rows += json.loads(said.splitlines()[-1])
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows + _in_turn(apart))
 
 
 def _batches(steps: int = 100, sequences: int = 8, tokens: int = 256, vocabulary: int = 8192) -> torch.Tensor:
@@ -877,7 +918,8 @@ LOG = (
     "Each row of the training table is a new model with the same weights; the one before is freed first. Three steps "
     "come before the clock. A step's time is the median of three blocks of three steps, by the host's clock.",
     "Liger's patch changes the classes of transformers for the whole process, so its rows come from a process that "
-    "ends then. `fusebook.patch` changes one model.",
+    "ends then. `fusebook.patch` changes one model. Each row with `torch.compile` has a process, too: first steps are "
+    "made at the same time, which compiles on several cores, and all others in turn.",
     "Rows with `torch.compile`, and the one of `recompute=True`, are for one model and length. A first step with it "
     "takes long, and the second model has 28 layers. Before torch 2.14, transformers makes a mask of the causal order "
     "while it is compiled, and attention then takes a slower kernel. *No mask* is an attention of the same code for "
