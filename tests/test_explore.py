@@ -423,9 +423,10 @@ def test_a_page_without_a_record_names_the_command(recorded, monkeypatch):
 def test_a_page_explores_where_there_is_a_gpu_and_leaves_the_record_to_the_command(recorded, monkeypatch, tmp_path):
     monkeypatch.setattr(_place, "live", lambda: True)
     monkeypatch.setattr(machines, "here", machine)
-    monkeypatch.setenv("_FUSEBOOK_RECORD", str(tmp_path / "new"))
     found = explored_by_a_page(seed=105, cases=2)
     assert set(found["toy"]["case"]) == {0, 1} and found["toy"].attrs["origin"].machine == machine()
+    monkeypatch.setenv("_FUSEBOOK_RECORD", str(tmp_path / "new"))
+    assert not explored_by_a_page(seed=105, cases=2)["toy"].attrs["origin"].measured
     assert not (tmp_path / "new").exists(), "forty seconds of a page would replace twenty minutes"
 
 

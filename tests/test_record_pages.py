@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -265,6 +266,17 @@ def test_stale_pages_are_listed_without_a_gpu_and_one_that_fails_is_among_them(p
         out = capsys.readouterr().out
         assert "stale: plot_1, plot_2\n" in out and f"{gpu or machines.SHIPPED}: about" in out
         assert [line for line in out.splitlines() if "about" in line][:-1] == [f"nox -s record -- {t}" for t in told]
+
+
+def test_the_command_of_stale_random_problems_is_named(tmp_path, monkeypatch):
+    problems = {"exp": [3], "silu": [], "softmax": [0]}
+    for name in problems:
+        record._save(record.path(f"explored/{name}", "test-gpu", tmp_path), f"explored/{name}", rows(EXP, "64x64"))
+    read = lambda op, slug, root: SimpleNamespace(attrs={"stale": problems[op.name], "seed": "2611"})  # noqa: E731
+    monkeypatch.setattr("fusebook.measure.explore.read", read)
+    assert record_pages.problems("test-gpu", tmp_path).endswith("explore exp softmax --seed 2611")
+    problems |= {"exp": [], "softmax": []}
+    assert record_pages.problems("test-gpu", tmp_path) == ""
 
 
 def test_a_page_of_two_gpus_is_last_has_both_and_is_left_where_there_is_one(tmp_path, pages, two_gpus, capsys):

@@ -234,6 +234,19 @@ def stale(pages, gpu, **env):
     return [page for page in pages if took[page] is None or notes[page].exists()]
 
 
+def problems(slug, out):
+    """The command that explores random problems again which are of older code; empty if all are of today's.
+
+    Page 901 shows them, and no page records them.
+    """
+    from fusebook.cards import OPS
+    from fusebook.measure import explore
+
+    there = [op for op in OPS.values() if explore.path(slug, op.name, out).exists()]
+    old = {op.name: about["seed"] for op in there if (about := explore.read(op, slug, out).attrs)["stale"]}
+    return f"python -m fusebook.measure.explore {' '.join(old)} --seed {max(old.values())}" if old else ""
+
+
 def installed(folder, out):
     """Put the files that a page has recorded in the place of those that are there."""
     for file in sorted(folder.glob("*/**/*.*")):
@@ -319,6 +332,8 @@ def main(argv):
     if args.stale:
         pages = stale(pages, gpus[0], **recorded)
         print("stale:", ", ".join(page.stem for page in pages) or "nothing")
+        if command := problems(slug, out):
+            print(f"random problems are stale: {command}")
     if args.list:
         todo = commands(pages, known)
         for command, took in todo:

@@ -421,8 +421,8 @@ def explored(*, seed: int = explore.RECORDED_FROM, cases: int = 100, seconds: fl
     there = {at: [name for name in ours if explore.path(at.name, name, at.parent).exists()] for at in places}
     place = next((at for at, names in there.items() if names), places[-1])  # of one GPU, not of several
     recorded = {name: ours[name] for name in there[place]}
-    if _place.live():
-        for name, op in ours.items():  # the command records, which has more time than a page
+    if _place.live() and not _recording():  # the command records them, which has more time than a page
+        for name, op in ours.items():
             frame = explore.explore(op, seed=seed, cases=cases, seconds=seconds / len(ours))
             frame.attrs["origin"] = dataclasses.replace(frame.attrs["origin"], machine=machine.here())
             found[name] = frame
