@@ -262,7 +262,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-constants = {"BLOCK": 1024, "ROWS": 4, "CHUNKS": 13, "SALT": 12345, "PLAIN": False, "ME": 1}  # and 16 for others
+constants = {"BLOCK": 256, "ROWS": 4, "CHUNKS": 13, "SALT": 12345, "PLAIN": False, "ME": 1}  # and 16 for others
 numbers = dict.fromkeys(("T", "keep", "size", "root", "eps"), "fp32")  # and i32 for others
 
 
