@@ -30,7 +30,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from fusebook.kernels._call import INTERPRETED, _private, _transforms
 from fusebook.measure.machine import cache_folder
@@ -144,9 +143,6 @@ def _library_path() -> pathlib.Path:
 _pointer, _size = ctypes.c_void_p, ctypes.c_size_t
 _done = ctypes.POINTER(ctypes.c_int)
 _CREATE = ctypes.PYFUNCTYPE(None, _size, _pointer, _pointer, ctypes.POINTER(_size), _pointer, _done)
-_COMPUTE = ctypes.CFUNCTYPE(
-    None, _size, ctypes.POINTER(_pointer), _pointer, _pointer, ctypes.c_int, _pointer, _done
-)  # fmt: skip
 _DESTROY = ctypes.CFUNCTYPE(None, _size)
 
 
@@ -156,23 +152,22 @@ class _Shim:
     def __init__(self) -> None:
         self.path = _library_path()
         try:
-            library = ctypes.CDLL(str(self.path))
-            self.fast = ctypes.PyDLL(str(self.path))  # the same library; keeps the GIL, for calls that take no time
+            library = ctypes.PyDLL(str(self.path))  # keeps the GIL: all of its functions take no time
         except OSError as error:
             raise RuntimeError(
                 f"fusebook.ort: cannot load {self.path} ({error}); delete it, so that it is compiled for this machine"
             ) from error
         self.library = library
-        self.callbacks = (_CREATE_CALLBACK, _COMPUTE_CALLBACK, _DESTROY_CALLBACK)
+        self.callbacks = (_CREATE_CALLBACK, ctypes.py_object(_compute), _DESTROY_CALLBACK)
         library.fusebook_callbacks(*self.callbacks)
         # A session may outlive the interpreter, which must not be called back then.
         atexit.register(library.fusebook_callbacks, None, None, None)
         library.fusebook_define.restype = _pointer
         library.fusebook_together.restype = _pointer
         library.fusebook_select.argtypes = [_pointer]
-        self.output = self.fast.fusebook_output
-        self.output.restype = _pointer
-        self.output.argtypes = [_pointer, _size, _pointer, _size]
+        self.output = library.fusebook_output
+        self.output.restype = ctypes.py_object
+        self.output.argtypes = [_pointer, _size, ctypes.py_object]
         self.selections: dict[tuple[str, tuple[int, ...]], int] = {}
 
 
@@ -189,19 +184,8 @@ def _shim() -> _Shim:
     return _Shim()
 
 
-_SIZES = [ctypes.c_int64 * axes for axes in range(17)]
-
-# A DLPack struct becomes a capsule, which from_dlpack takes over together with the struct.
-_capsule = ctypes.pythonapi.PyCapsule_New
-_capsule.restype = ctypes.py_object
-_capsule.argtypes = [_pointer, ctypes.c_char_p, _pointer]
-
-
-def _of_capsule(managed: int) -> Tensor:
-    return from_dlpack(_capsule(managed, b"dltensor", None))
-
-
 _F = TypeVar("_F", bound=Callable[..., Any])
+_of_capsule = _private("torch:_C._from_dlpack", torch.from_dlpack)
 _outside = _private("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack", contextlib.nullcontext)
 
 
@@ -231,20 +215,14 @@ class _Kernel:
         self.attributes = attributes
         self.pool: Any = None  # what a launcher allocates while a graph is captured belongs to that graph
 
-    @untransformed
-    def run(self, inputs: Any, running: int, stream: int, device: int) -> None:
-        op = self.op
-        given: list[Tensor | None] = []
-        for i in range(len(op.inputs)):
-            managed = inputs[i]
-            inputs[i] = None
-            given.append(_of_capsule(managed) if managed else None)
+    def run(self, capsules: Sequence[Any], running: int, stream: int, device: int) -> None:
+        given = [None if capsule is None else _of_capsule(capsule) for capsule in capsules]
         if device < 0:
             self._launch(given, running)
             return
-        # ONNX Runtime's stream becomes the current one of this thread, as by torch.cuda.stream in a third of its time.
-        before = torch.cuda.current_stream(device)
-        torch.cuda.set_stream(_stream(stream, device))
+        # ONNX Runtime's stream becomes the current one of this thread. The first of these prepares torch for CUDA.
+        theirs, before = _stream(stream, device), _current_stream(device)
+        _set_stream(*theirs)
         try:
             if not torch.cuda.is_current_stream_capturing():
                 self._launch(given, running)
@@ -254,7 +232,7 @@ class _Kernel:
             with torch.cuda.use_mem_pool(self.pool, device=torch.device("cuda", device)):
                 self._launch(given, running)
         finally:
-            torch.cuda.set_stream(before)
+            _set_stream(*before)
 
     def _launch(self, given: list[Tensor | None], running: int) -> None:
         op = self.op
@@ -287,21 +265,28 @@ class _Kernel:
     def _output(self, running: int, i: int, shape: tuple[int, ...]) -> Tensor:
         if len(shape) > 16:  # as ort_api.h has it
             raise ValueError(f"expected outputs of at most 16 axes, got {len(shape)}; reshape it")
-        managed = _shim().output(running, i, _SIZES[len(shape)](*shape), len(shape))
-        if not managed:
+        capsule = _shim().output(running, i, shape)
+        if capsule is None:
             raise _Refused
-        return _of_capsule(managed)
+        return _of_capsule(capsule)
 
 
 class _Refused(Exception):
     """ONNX Runtime has set its status, which ends the run."""
 
 
+#: What a stream is to torch's functions in C, which are many times as fast as those in Python.
+_key = operator.attrgetter("stream_id", "device_index", "device_type")
+_current_stream = _private("torch:_C._cuda_getCurrentStream", lambda device: _key(torch.cuda.current_stream(device)))
+_set_stream = _private(
+    "torch:_C._cuda_setStream",
+    lambda s, d, t: torch.cuda.set_stream(torch.cuda.Stream(stream_id=s, device_index=d, device_type=t)),
+)
+
+
 @functools.lru_cache(maxsize=256)
-def _stream(address: int, device: int) -> torch.cuda.Stream:
-    if address == 0:
-        return torch.cuda.default_stream(device)
-    return torch.cuda.ExternalStream(address, device=device)  # type: ignore[no-any-return]
+def _stream(address: int, device: int) -> Any:
+    return _key(torch.cuda.ExternalStream(address, device=device) if address else torch.cuda.default_stream(device))
 
 
 _OPS: dict[int, CustomOp] = {}
@@ -331,19 +316,20 @@ def _create(op: int, api: int, info: int, kernel: Any, message: int, done: Any) 
         _say(error, _OPS[op].name if op in _OPS else "fusebook", message)
 
 
-def _compute(
-    kernel: int, inputs: Any, running: int, stream: int | None, device: int, message: int, done: Any
-) -> None:  # fmt: skip
+def _compute(kernel: int, capsules: Sequence[Any], running: int, stream: int, device: int, message: int) -> bool:
     try:
         run = _KERNELS[kernel].run
+        if _transforms():
+            run = untransformed(run)
         if INTERPRETED and "torch._dynamo" in sys.modules:  # torch.compile would follow into Triton's interpreter
             run = torch.compiler.disable(run)
-        run(inputs, running, stream or 0, device)
-        done[0] = 1
+        run(capsules, running, stream, device)
+        return True
     except _Refused:
         pass
     except BaseException as error:
         _say(error, _KERNELS[kernel].op.name, message)
+    return False
 
 
 def _destroy(kernel: int) -> None:
@@ -358,7 +344,6 @@ if hasattr(_frames, "set_code_exec_strategy"):
         _frames.set_code_exec_strategy(_callback.__code__, _skip)
 
 _CREATE_CALLBACK = _CREATE(_create)
-_COMPUTE_CALLBACK = _COMPUTE(_compute)
 _DESTROY_CALLBACK = _DESTROY(_destroy)
 
 
@@ -415,6 +400,7 @@ class CustomOp:
         self.optional = tuple(optional)
         self.domain = "" if domain == "ai.onnx" else domain  # its other name, which ONNX Runtime does not look for
         self._check()
+        self._model = [*self.inputs].index(shape) if isinstance(shape, str) else -1
         self.number = next(_numbers)
         self._overloads: list[int] = []
 
@@ -469,11 +455,11 @@ class CustomOp:
     def _shapes(self, given: Sequence[Tensor | None], attributes: Mapping[str, Any]) -> list[tuple[int, ...]]:
         """The shapes of all outputs."""
         if isinstance(self.shape, str):
-            of = given[list(self.inputs).index(self.shape)]
+            of = given[self._model]
             if of is None:
                 raise ValueError(f"expected the input {self.shape}, whose shape the output has; the node leaves it out")
             if self.shape not in self.host:
-                return [tuple(of.shape)] * len(self.outputs)
+                return [of.shape] * len(self.outputs)
             if of.dim() != 1:
                 raise ValueError(f"expected {self.shape} to have one axis, got {tuple(of.shape)}; pass a vector")
             shapes: Any = tuple(of.tolist())

@@ -10,6 +10,24 @@
 
 enum { MESSAGE = 2048 };
 
+/* Of Python's stable ABI, so that no header of Python need be installed. */
+typedef struct Object Object;
+int PyGILState_Ensure(void);
+void PyGILState_Release(int);
+Object *PyCapsule_New(void *, const char *name, void (*)(Object *));
+void *PyCapsule_GetPointer(Object *, const char *name);
+int PyCapsule_IsValid(Object *, const char *name);
+Object *PyTuple_New(ptrdiff_t);
+int PyTuple_SetItem(Object *, ptrdiff_t, Object *);
+Object *PyTuple_GetItem(Object *, ptrdiff_t);
+ptrdiff_t PyTuple_Size(Object *);
+long long PyLong_AsLongLong(Object *);
+Object *Py_BuildValue(const char *, ...);
+Object *PyObject_CallFunction(Object *, const char *, ...);
+int PyObject_IsTrue(Object *);
+void PyErr_WriteUnraisable(Object *);
+void Py_DecRef(Object *);
+
 /* DLPack 0.x, as every framework takes it. */
 typedef struct {
   void *data;
@@ -33,8 +51,15 @@ typedef struct {
 
 static void forget(DLManagedTensor *managed) { free(managed); }
 
-static DLManagedTensor *hand_over(const View *seen, int device) {
-  Handed *handed = malloc(sizeof *handed); /* sizes follow it; freed by whoever took it */
+/* Whoever takes the struct renames the capsule. */
+static const char *const UNTAKEN = "dltensor";
+static void drop(Object *capsule) {
+  if (PyCapsule_IsValid(capsule, UNTAKEN)) free(PyCapsule_GetPointer(capsule, UNTAKEN));
+}
+
+/* A tensor as a capsule for from_dlpack; NULL for an element type that torch does not have. */
+static Object *hand_over(const View *seen, int device) {
+  Handed *handed = malloc(sizeof *handed); /* sizes follow it */
   if (!handed) return NULL;
   memset(&handed->managed, 0, sizeof handed->managed);
   memcpy(handed->sizes, seen->sizes, seen->axes * sizeof *seen->sizes);
@@ -59,13 +84,11 @@ static DLManagedTensor *hand_over(const View *seen, int device) {
     default: free(handed); return NULL;
   }
   handed->managed.deleter = forget;
-  return &handed->managed;
+  return PyCapsule_New(&handed->managed, UNTAKEN, drop);
 }
 
-/* Each sets `done`, or leaves a message. Nothing is returned: what a Python function that raises returns is not defined. */
+/* By ctypes. Sets `done`, or leaves a message; what a callback of ctypes that raises returns is not defined. */
 typedef void (*Create)(size_t op, Api api, const void *info, size_t *kernel, char *message, int *done);
-typedef void (*Compute)(size_t kernel, DLManagedTensor **inputs, void *context, void *stream, int device, char *message,
-                        int *done);
 typedef void (*Destroy)(size_t kernel);
 
 typedef struct {
@@ -75,7 +98,7 @@ typedef struct {
 } Kernel;
 
 static Create create;
-static Compute compute;
+static Object *compute; /* called without ctypes, which takes longer; returns whether it is done, or leaves a message */
 static Destroy destroy;
 
 /* Operators that a session takes together. ONNX Runtime keeps pointers to its domain, so it lives as long as the process. */
@@ -128,34 +151,40 @@ typedef struct {
 static Status compute_kernel(void *pointer, void *context) {
   const Kernel *kernel = pointer;
   Api api = kernel->api;
-  DLManagedTensor *handed[MOST_VALUES] = {0};
   char message[MESSAGE] = "";
   void *stream = NULL;
   Running running = {kernel, context, kernel->op->cuda ? 0 : -1, NULL};
   Status status = NULL;
-  size_t given = 0, i;
+  size_t given = 0;
 
   if (!compute) return CreateStatus(api)(ORT_FAIL, "fusebook: Python has ended, and its functions with it");
   if (kernel->op->cuda && (status = KernelContext_GetGPUComputeStream(api)(context, &stream))) return status;
   if ((status = KernelContext_GetInputCount(api)(context, &given))) return status;
-  if (given > kernel->op->inputs) given = kernel->op->inputs;
-  for (i = 0; i < given && !status; i++) {
+  int gil = PyGILState_Ensure(), done = 0;
+  Object *inputs = PyTuple_New((ptrdiff_t)kernel->op->inputs);
+  if (!inputs) status = CreateStatus(api)(ORT_FAIL, "fusebook: out of memory");
+  for (size_t i = 0; i < kernel->op->inputs && !status; i++) {
     const void *value = NULL;
     View seen;
-    if ((status = KernelContext_GetInput(api)(context, i, &value)) || !value) continue;
-    if ((status = view(api, value, &seen))) continue;
     int on_device = kernel->op->cuda && !kernel->op->on_host[i];
-    if (on_device && (status = device_of(api, value, &running.device))) continue;
-    if (!(handed[i] = hand_over(&seen, on_device ? running.device : -1)))
-      status = CreateStatus(api)(ORT_FAIL, "fusebook: an input has an element type that no tensor of torch has");
+    if (i < given && (status = KernelContext_GetInput(api)(context, i, &value))) break;
+    if (value && (status = view(api, value, &seen))) break;
+    if (value && on_device && (status = device_of(api, value, &running.device))) break;
+    Object *one = value ? hand_over(&seen, on_device ? running.device : -1) : Py_BuildValue("");
+    if (one) PyTuple_SetItem(inputs, (ptrdiff_t)i, one);
+    else status = CreateStatus(api)(ORT_FAIL, "fusebook: an input has an element type that no tensor of torch has");
   }
   if (status) {
-    for (i = 0; i < given; i++) free(handed[i]);
-    return status;
+    Py_DecRef(inputs);
+  } else {
+    Object *result = PyObject_CallFunction(compute, "nNKKiK", kernel->number, inputs, (uint64_t)&running,
+                                           (uint64_t)stream, running.device, (uint64_t)message);
+    if (!result) PyErr_WriteUnraisable(compute);
+    else done = PyObject_IsTrue(result);
+    Py_DecRef(result);
   }
-  int done = 0;
-  compute(kernel->number, handed, &running, stream, running.device, message, &done);
-  for (i = 0; i < given; i++) free(handed[i]); /* those that Python has taken are NULL now */
+  PyGILState_Release(gil);
+  if (status) return status;
   if (running.status) {
     if (!done && !message[0]) return running.status;
     ReleaseStatus(api)(running.status);
@@ -165,7 +194,7 @@ static Status compute_kernel(void *pointer, void *context) {
 
 /* For Python ---------------------------------------------------------------------------------------------------- */
 
-EXPORT void fusebook_callbacks(Create c, Compute run, Destroy d) {
+EXPORT void fusebook_callbacks(Create c, Object *run, Destroy d) {
   create = c;
   compute = run;
   destroy = d;
@@ -200,23 +229,17 @@ EXPORT Selection *fusebook_together(const char *domain, Overload *const *overloa
 /* What the next RegisterCustomOps registers; Python holds a lock until that has happened. */
 EXPORT void fusebook_select(Selection *s) { selected = s; }
 
-/* Let ONNX Runtime allocate an output. NULL where it cannot: the run then ends with its status. */
-EXPORT DLManagedTensor *fusebook_output(Running *running, size_t i, const int64_t *sizes, size_t axes) {
+/* Let ONNX Runtime allocate an output of at most 16 axes. None where it cannot: the run then ends with its status. */
+EXPORT Object *fusebook_output(Running *running, size_t i, Object *shape) {
   Api api = running->kernel->api;
-  View seen;
+  View seen = {.type = running->kernel->op->output_types[i], .axes = (size_t)PyTuple_Size(shape)};
   void *value = NULL;
-  if (running->status) return NULL;
-  if (axes > MOST_AXES) {
-    running->status = CreateStatus(api)(ORT_INVALID_ARGUMENT, "fusebook: an output has at most 16 axes");
-    return NULL;
-  }
-  running->status = KernelContext_GetOutput(api)(running->context, i, sizes, axes, &value);
+  for (size_t axis = 0; axis < seen.axes; axis++)
+    seen.sizes[axis] = PyLong_AsLongLong(PyTuple_GetItem(shape, (ptrdiff_t)axis));
+  running->status = KernelContext_GetOutput(api)(running->context, i, seen.sizes, seen.axes, &value);
   if (!running->status) running->status = GetTensorMutableData(api)(value, &seen.data);
   if (!running->status && running->kernel->op->cuda) running->status = device_of(api, value, &running->device);
-  if (running->status) return NULL;
-  seen.type = running->kernel->op->output_types[i];
-  seen.axes = axes;
-  memcpy(seen.sizes, sizes, axes * sizeof *sizes);
+  if (running->status) return Py_BuildValue("");
   return hand_over(&seen, running->kernel->op->cuda ? running->device : -1);
 }
 
