@@ -251,15 +251,16 @@ class _Kernel:
             return
         shapes = op._shapes(given, self.attributes)
         memory = [self._output(running, i, shape) for i, shape in enumerate(shapes)]
-        places = [(out.shape, out.data_ptr()) for out in memory]  # torch resizes an out that does not fit
+        places = [out.data_ptr() for out in memory]
         results = op.launcher(*given, out=memory[0] if len(memory) == 1 else tuple(memory), **self.attributes)
         results = memory if results is None else results if isinstance(results, (tuple, list)) else (results,)
-        op._complete(results)
-        for name, result, place in zip(op.outputs, results, places, strict=True):
-            if (result.shape, result.data_ptr()) != place:
+        if results is not memory:
+            op._complete(results)
+        for i, result in enumerate(results):
+            if result.data_ptr() != places[i] or result.shape != shapes[i]:  # torch resizes an out that does not fit
                 raise ValueError(
-                    f"{op.name}: expected the launcher to write {name} into the memory given as out, got another "
-                    "tensor; write to out and return it, or leave shape out so that the result is copied"
+                    f"{op.name}: expected the launcher to write {[*op.outputs][i]} into the memory given as out, got "
+                    "another tensor; write to out and return it, or leave shape out so that the result is copied"
                 )
 
     def _output(self, running: int, i: int, shape: tuple[int, ...]) -> Tensor:
