@@ -557,6 +557,15 @@ def test_what_has_no_node_is_named(call, message):
         exported(Called(), (torch.ones(3, 4), torch.ones(3, dtype=torch.int64)))
 
 
+def test_an_export_of_a_call_within_a_transform_is_refused():
+    class Batched(torch.nn.Module):
+        def forward(self, x):
+            return torch.vmap(fusebook.softmax)(x)
+
+    with pytest.raises(NotImplementedError, match="softmax: expected no torch.vmap or torch.func under torch.export"):
+        torch.export.export(Batched(), (torch.ones(2, 3),), strict=False)
+
+
 def test_translations_has_each_operator_and_names_those_that_become_nodes():
     pytest.importorskip("onnxscript")
     table = export.translations()

@@ -1001,6 +1001,9 @@ class Operator:
             return self.custom(*inputs)
         if transform is not True and transform.key() == _functionalize:
             return self.custom(*inputs)
+        if torch.compiler.is_exporting():  # which traces no operator with a gradient in a transform
+            expected, remedy = "no torch.vmap or torch.func under torch.export", "give it the whole batch"
+            refuse(NotImplementedError, self.name, expected, "a call in one", remedy)
         flat, lengths = _spread(inputs)
         result = _Transformed.apply(types.SimpleNamespace(op=self, lengths=lengths), None, None, *flat)
         return list(result) if self.listed else result
