@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import importlib
 import os
 import pathlib
 import pickle
@@ -390,6 +391,13 @@ def test_a_pickled_operator_takes_nothing_of_its_process_along():
     for copied in (pickle.loads(pickle.dumps(op)), copy.deepcopy(op)):
         assert copied.number != op.number and not copied._overloads
         assert graph(copied)({"x": x})["y"][0].item() == -1 and repr(copied) == repr(op)
+
+
+def test_a_reload_is_refused_and_changes_nothing():
+    made = graph(unary())
+    with pytest.raises(ImportError, match="expected one import in a process, got a reload; start the process again"):
+        importlib.reload(custom)
+    assert made({"x": torch.ones(2)})["y"].tolist() == [2, 2]
 
 
 def test_a_domain_comes_once_to_a_session():

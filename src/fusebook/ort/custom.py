@@ -34,6 +34,9 @@ from torch import Tensor
 from fusebook.kernels._call import INTERPRETED, _private, _transforms
 from fusebook.measure.machine import cache_folder
 
+if "_KERNELS" in globals():  # the C library has the address of what is here, and sessions have its numbers
+    raise ImportError("fusebook.ort.custom: expected one import in a process, got a reload; start the process again")
+
 __all__ = ["CustomOp", "custom_op", "register"]
 
 C = pathlib.Path(__file__).parent / "c"
