@@ -602,6 +602,16 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("FUSEBOOK_CACHE", str(tmp_path / "file" / "folder"))
     with pytest.raises(RuntimeError, match="cannot write .*folder.* .*; set FUSEBOOK_CACHE to a folder that can be"):
         custom._library_path()
+    monkeypatch.setenv("FUSEBOOK_CACHE", "x" * 300)
+    with pytest.raises(RuntimeError, match="cannot write .*xxx.* .*too long.; set FUSEBOOK_CACHE"):
+        custom._library_path()
+
+
+def test_a_cache_may_be_the_working_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSEBOOK_CACHE", ".")
+    monkeypatch.chdir(tmp_path)
+    path = custom._library_path()  # of a name alone, the system looks in its own folders
+    assert path.is_absolute() and path.exists() and path.parent.samefile(tmp_path)
 
 
 def test_the_library_is_compiled_once(monkeypatch, tmp_path):

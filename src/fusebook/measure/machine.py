@@ -433,7 +433,7 @@ def cache_folder() -> pathlib.Path:
         root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     except RuntimeError:
         root = os.devnull
-    return pathlib.Path(os.environ.get("FUSEBOOK_CACHE") or pathlib.Path(root) / "fusebook")
+    return pathlib.Path(os.environ.get("FUSEBOOK_CACHE") or pathlib.Path(root) / "fusebook").absolute()
 
 
 def _cache() -> pathlib.Path:

@@ -398,7 +398,7 @@ def cached(arch: Sequence[int], dtype: Sequence[str]) -> pathlib.Path:
     files += sorted((_HERE.parent / "kernels").glob("*.py"))
     text = b"".join(f.read_bytes() for f in files) + repr((tuple(arch), tuple(dtype), version("triton"))).encode()
     out = cache_folder() / f"fusebook-ort-{hashlib.sha256(text).hexdigest()[:16]}.so"
-    if not out.exists():
+    if not os.path.exists(out):
         beside(out, "set FUSEBOOK_CACHE to a folder").unlink()
         build(out, arch=arch, dtype=dtype)
     return out

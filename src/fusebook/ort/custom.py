@@ -140,7 +140,7 @@ def _library_path() -> pathlib.Path:
     """The compiled shim of this version of the library; compiled where it is not there yet."""
     text = b"".join((C / name).read_bytes() for name in ("ort_api.h", "shim.c"))
     path = cache_folder() / f"shim-{hashlib.sha256(text).hexdigest()[:16]}.so"
-    return path if path.exists() else compile_c([C / "shim.c"], path)
+    return path if os.path.exists(path) else compile_c([C / "shim.c"], path)  # Path.exists may raise
 
 
 _pointer, _size = ctypes.c_void_p, ctypes.c_size_t
