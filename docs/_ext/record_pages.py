@@ -44,7 +44,7 @@ LINES = 20  # of a log, where a page has failed
 IMPORTS = ["fusebook.lesson", "torch._inductor.compile_fx", "fusebook.lesson.evidence.PAGE"]
 #: A page that waits for its turn, a line on stdin, with these imports done. Then it runs as Python runs a file.
 AHEAD = """
-import contextlib, importlib, os, runpy, sys
+import contextlib, gc, importlib, os, runpy, sys
 sys.argv = sys.argv[1:]
 sys.path[0] = os.path.dirname(sys.argv[0])
 names = {imports}
@@ -53,6 +53,7 @@ for name in names:
         names += getattr(importlib.import_module(name), "IMPORTS", ())
 if sys.stdin.readline():
     runpy.run_path(sys.argv[0], run_name="__main__")
+gc.freeze()  # the next page waits, and to free all objects one by one takes seconds
 """
 sys.path.insert(0, str(ROOT / "src"))
 

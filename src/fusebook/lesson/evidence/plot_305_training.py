@@ -307,6 +307,7 @@ def alone(name: str) -> None:
     first, *others = [(model, tokens) for model in [*MODELS][:2] for tokens in LENGTHS]
     rows = [_row(name, *first, begun=begun)] + [_row(name, *other) for other in others if name == "Liger"]
     print(json.dumps(rows))
+    gc.freeze()  # the next process waits, and to free all objects one by one takes seconds
 
 
 _BEGUN = "begun"
