@@ -51,6 +51,8 @@ names = {imports}
 for name in names:
     with contextlib.suppress(ImportError):
         names += getattr(importlib.import_module(name), "IMPORTS", ())
+with contextlib.suppress(KeyError, AttributeError):  # processes that compile for torch.compile import torch, too
+    sys.modules["torch._inductor.async_compile"].maybe_warm_pool()
 if sys.stdin.readline():
     runpy.run_path(sys.argv[0], run_name="__main__")
 gc.freeze()  # the next page waits, and to free all objects one by one takes seconds
