@@ -502,12 +502,18 @@ time.sleep(0.3)
 
 def test_processes_make_their_first_steps_together_and_measure_in_turn():
     about, pipes = evidence.load("plot_305_training"), dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-    processes = {name: subprocess.Popen([sys.executable, "-c", ROW], text=True, **pipes) for name in "ab"}
-    first, second = about._in_turn(processes)
+    processes = {name: subprocess.Popen([sys.executable, "-c", ROW], text=True, **pipes) for name in "abc"}
+    for name in "ab":
+        print(file=processes[name].stdin, flush=True)
+    said = {name: about._begun(processes[name]) for name in "ab"}
+    assert said == {name: ["a warning\n"] for name in "ab"}
+    lines = {"a": "\n", "b": "\n", "c": "\n\n"}
+    (first,), (second,), (third,) = (about._ended(n, processes[n], lines[n], said.get(n, ())) for n in "abc")
     assert max(first["begun"], second["begun"]) < first["turn"] < second["turn"] - 0.2
+    assert third["begun"] > second["turn"] + 0.2
     gone = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(3)"], text=True, **pipes)
     with pytest.raises(RuntimeError, match="the process of a ended with 3"):
-        about._in_turn({"a": gone})
+        about._ended("a", gone, "\n", ())
 
 
 def test_one_replacement_is_put_in_alone_and_a_page_trains_as_before(replayed, monkeypatch):

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -300,6 +300,8 @@ def alone(name: str) -> None:
             raise SystemExit(1)
 
     def begun() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # others are measured first
         print(_BEGUN, flush=True)
         turn()
 
@@ -313,21 +315,19 @@ def alone(name: str) -> None:
 _BEGUN = "begun"
 
 
-def _in_turn(processes: Mapping[str, subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    """The rows of processes that wait: they make their first steps at the same time, and measure one by one."""
-    rows: list[dict[str, Any]] = []
-    said: dict[str, list[str]] = {}
-    for process in processes.values():
-        print(file=process.stdin, flush=True)
-    for name, process in processes.items():
-        assert process.stdout
-        # All that it says, if the first step takes more memory than there is.
-        said[name] = [*itertools.takewhile(lambda line: line.strip() != _BEGUN, process.stdout)]
-    for name, process in processes.items():
-        said[name] += process.communicate("\n")[0].splitlines()
-        if process.returncode:
-            raise RuntimeError(f"the process of {name} ended with {process.returncode}; see above")
-        rows += json.loads(said[name][-1])
+def _begun(process: subprocess.Popen[str]) -> list[str]:
+    """Wait until a process has made its first step: the lines that it printed."""
+    assert process.stdout
+    # They are all that it says, if that step takes more memory than there is.
+    return [*itertools.takewhile(lambda line: line.strip() != _BEGUN, process.stdout)]
+
+
+def _ended(name: str, process: subprocess.Popen[str], lines: str, said: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of a process that measures when it gets these lines, and what it said before."""
+    more, _ = process.communicate(lines)
+    if process.returncode:
+        raise RuntimeError(f"the process of {name} ended with {process.returncode}; see above")
+    rows: list[dict[str, Any]] = json.loads([*said, *more.splitlines()][-1])
     return rows
 
 
@@ -341,12 +341,20 @@ def training() -> pd.DataFrame:
             code = f"import {__name__} as evidence; evidence.alone({name!r})"
             pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
             apart[name] = subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
+    compiled = {name: process for name, process in apart.items() if name != "Liger"}
+    for process in compiled.values():
+        print(file=process.stdin, flush=True)
+    for model in (first, second):
+        _row("Fusebook", model, LENGTHS[0], blocks=1, each=1)  # compiles kernels, while those processes compile
+    said = {name: _begun(process) for name, process in compiled.items()}
     rows = [_row(name, first, LENGTHS[0]) for name in IMPLEMENTATIONS if name not in APART]
     for model, tokens in ((first, LENGTHS[1]), (second, LENGTHS[0]), (second, LENGTHS[1])):
         rows += [_row(name, model, tokens) for name in EVERYWHERE]
     rows.append({**_row("eager", first, LENGTHS[0]), "implementation": "eager, again"})
     _build("small Llama")  # frees the last one
-    return pd.DataFrame(rows + _in_turn(apart))
+    for name, process in apart.items():
+        rows += _ended(name, process, "\n" if name in said else "\n\n", said.get(name, ()))
+    return pd.DataFrame(rows)
 
 
 def _batches(steps: int = 100, sequences: int = 8, tokens: int = 256, vocabulary: int = 8192) -> torch.Tensor:
@@ -919,8 +927,8 @@ LOG = (
     "Each row of the training table is a new model with the same weights; the one before is freed first. Three steps "
     "come before the clock. A step's time is the median of three blocks of three steps, by the host's clock.",
     "Liger's patch changes the classes of transformers for the whole process, so its rows come from a process that "
-    "ends then. `fusebook.patch` changes one model. Each row with `torch.compile` has a process, too: first steps are "
-    "made at the same time, which compiles on several cores, and all others in turn.",
+    "ends then. `fusebook.patch` changes one model. Each row with `torch.compile` has a process, too. First steps of "
+    "these are made at the same time, before all rows, and all other steps in turn.",
     "Rows with `torch.compile`, and the one of `recompute=True`, are for one model and length. A first step with it "
     "takes long, and the second model has 28 layers. Before torch 2.14, transformers makes a mask of the causal order "
     "while it is compiled, and attention then takes a slower kernel. *No mask* is an attention of the same code for "
