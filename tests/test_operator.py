@@ -496,7 +496,7 @@ def test_a_replay_applies_operations_of_torch_to_the_tensors_of_its_call(driver)
     x, y = torch.randn(4, 8)[1:], torch.randn(3, 8)
 
     def call():
-        out = _call.empty((3, 4), x.dtype, x.device)
+        out = x.new_empty(3, 4)
         both = _call.apply(torch.cat, [x[:, :4], x[:, 4:]], 1)
         _call.apply(torch.mul, both[:, 1:5], 2, out=out)
         return out, both

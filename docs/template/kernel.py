@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._call import Operator, apply, empty, gpu, launch, shapes
+from ._call import Operator, apply, gpu, launch, shapes
 
 __all__ = ["squared_relu", "squared_relu_eager"]
 
@@ -97,7 +97,7 @@ def _check(x: Any) -> tuple[torch.Tensor]:
 
 
 def _output(x: torch.Tensor) -> torch.Tensor:
-    return empty(x.shape, x.dtype, x.device)
+    return x.new_empty(x.shape)
 
 
 def _squared_relu_into(y: torch.Tensor, x: torch.Tensor) -> None:

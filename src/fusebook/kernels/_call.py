@@ -341,18 +341,16 @@ class _Replay:
                 for i in made:
                     slots.append(found if i is None else found[i])
                     at.append(slots[-1].data_ptr())
-        results = self.results
-        if type(results) is int:
-            return slots[results]
-        return None if results is None else type(results)([slots[i] for i in results])
+        return None if self.results is None else self.results(slots)
 
 
-#: Operations of torch that a replay can leave out, besides views.
-_HARMLESS = ("empty", "empty_like", "empty_strided", "detach", "promote_types", "_unsafe_view")
+#: Operations of torch that return fresh memory, and those that a replay can leave out, besides views.
+_FRESH = ("empty", "empty_like", "empty_strided", "new_empty")
+_HARMLESS = (*_FRESH, "detach", "promote_types", "_unsafe_view")
 
 
 class _Recording(TorchDispatchMode):
-    """Records what a launcher does by `empty`, `launch` and `apply`, and notices whether it does anything else.
+    """Records the memory that a launcher allocates, its `launch` and `apply`; notices whether it does anything else.
 
     A launcher chooses its launches from shapes, strides, dtypes, devices and plain arguments, which are all in the key
     of a call. A replay only allocates, and launches the same kernels with other addresses.
@@ -366,9 +364,15 @@ class _Recording(TorchDispatchMode):
         self.launches = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not (self.inside or func.is_view or func.overloadpacket.__name__ in _HARMLESS):
-            self.incomplete = True
-        return func(*args, **(kwargs or {}))
+        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        if self.inside or func.is_view:
+            return result
+        # Kernels write it as a whole: a replay need not fill it, as torch does where algorithms are deterministic.
+        if name in _FRESH and result.device == self.tensors[0].device:
+            self.tensors.append(result)
+            self.steps.append((_ALLOCATE, (tuple(result.shape), tuple(result.stride()), result.dtype)))
+        self.incomplete |= name not in _HARMLESS
+        return result
 
     def place(self, t: Tensor) -> tuple[int, int]:
         """The slot of a tensor, or of the one whose memory it shares, and the bytes between them."""
@@ -414,7 +418,7 @@ class _Recording(TorchDispatchMode):
         return None
 
     def tensor(self, value: Any) -> Callable[[Sequence[Tensor]], Any] | None:
-        """What makes an argument of an operation of torch from tensors; None where it depends on none."""
+        """What makes an argument of an operation of torch, or a result, from tensors; None where it depends on none."""
         if isinstance(value, Tensor):
             slot, offset = self.place(value)
             base, shape, strides = self.tensors[slot], tuple(value.shape), tuple(value.stride())
@@ -492,35 +496,11 @@ def _below(compiled: Any, grid: Any, known: Any, count: int) -> tuple[Any, tuple
 _recording: contextvars.ContextVar[_Recording | None] = contextvars.ContextVar("recording", default=None)
 
 
-def empty(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, strides: Sequence[int] | None = None
-) -> Tensor:
-    """Memory that kernels write as a whole, contiguous unless strides are given.
-
-    Under torch.use_deterministic_algorithms, torch.empty fills its memory with NaN, which a replay need not do.
-    """
-    if strides is not None:
-        return _allocated(torch.empty_strided(shape, strides, dtype=dtype, device=device))
-    return _allocated(torch.empty(shape, dtype=dtype, device=device))
-
-
-def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory that kernels write as a whole, with the strides of `x` where that has no gaps."""
-    return _allocated(torch.empty_like(x, dtype=dtype))
-
-
-def _allocated(memory: Tensor) -> Tensor:
-    if (recording := _recording.get()) is not None:
-        recording.tensors.append(memory)
-        recording.steps.append((_ALLOCATE, (tuple(memory.shape), tuple(memory.stride()), memory.dtype)))
-    return memory
-
-
 def side_by_side(device: torch.device, *wanted: tuple[Sequence[int], torch.dtype]) -> list[Tensor]:
     """Tensors of given shapes and dtypes in one piece of memory: an allocation is host time, whatever its size."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
     starts = [0, *itertools.accumulate(triton.cdiv(size, 256) * 256 for size in sizes)]
-    memory = empty(starts[-1:], torch.uint8, device)
+    memory = torch.empty(starts[-1:], dtype=torch.uint8, device=device)
     cut = zip(wanted, sizes, starts, strict=False)
     return [memory[start : start + size].view(dtype).view(shape) for (shape, dtype), size, start in cut]
 
@@ -563,11 +543,9 @@ def record(tensors: Sequence[Tensor], call: Callable[[], Any]) -> tuple[Any, _Re
             result = call()
     finally:
         _recording.reset(token)
-    found, devices = _flat([result]), {t.get_device() for t in tensors}
-    places = [i for t in found for i, other in enumerate(recording.tensors) if other is t]
-    if recording.incomplete or len(places) != len(found) or len(devices) != 1:
+    results, devices = recording.tensor(result), {t.get_device() for t in tensors}
+    if recording.incomplete or len(devices) != 1:
         return result, None
-    results = places[0] if isinstance(result, Tensor) else None if result is None else type(result)(places)
     return result, _Replay(devices.pop(), recording.steps, results)
 
 
@@ -745,7 +723,7 @@ class Operator:
     The second call is cheap: what a call did is kept under all that it depends on, which are shapes, strides, dtypes,
     devices, alignments, plain arguments, `modes` and `places`, and is replayed with other addresses. Nothing is kept
     for tensors on the CPU, in the interpreter, for subclasses of tensors, on a device that is not the current one,
-    where Triton has hooks or debugs, and where a launcher did something besides `empty`, `launch` and `apply`.
+    where Triton has hooks or debugs, and where a launcher did something besides `torch.empty`, `launch` and `apply`.
     """
 
     #: The operator is ``torch.ops.<package>.<name>``.
@@ -755,8 +733,8 @@ class Operator:
     _: dataclasses.KW_ONLY
     #: Takes what callers give. Returns the operator's arguments, or raises an error.
     check: Callable[..., tuple[Any, ...]]
-    #: Takes the operator's arguments, also without memory. Returns memory for the results, by `empty`: a tensor, or a
-    #: tuple or list of tensors.
+    #: Takes the operator's arguments, also without memory. Returns memory for the results: a tensor, or a tuple or list
+    #: of tensors, from `torch.empty` and the like.
     outputs: Callable[..., Any]
     #: ``into(outputs, *arguments)`` launches kernels, by `launch`, that write all elements of the results.
     into: Callable[..., None]

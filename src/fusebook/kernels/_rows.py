@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._call import Operator, apply, contiguous, empty, gpu, integer, launch, overlapping, shapes
+from ._call import Operator, apply, contiguous, gpu, integer, launch, overlapping, shapes
 
 # Arithmetic ----------------------------------------------------------------------------------------------------------
 
@@ -393,7 +393,7 @@ def with_adjacent_elements(x: Tensor) -> Tensor:
     """A contiguous tensor, copied by tiles where neighbouring rows are adjacent."""
     if x.is_contiguous() or x.stride(-1) == 1 or not x.numel():
         return contiguous(x)
-    y = empty(x.shape, x.dtype, x.device)
+    y = x.new_empty(x.shape)
     copy_strided(y, x)
     return y
 
@@ -513,7 +513,7 @@ def shared(parts: Parts, n: int, itemsize: int, vec: int) -> Sharing:
 def workspace(words: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
     """Zeros for so many words, and how a kernel is launched that loads its part while they are written."""
     early = overlapping(device)
-    zeros = empty((words,), torch.int64, device)
+    zeros = torch.empty((words,), dtype=torch.int64, device=device)
     launch(fill, (triton.cdiv(words, 2048),), zeros, words, BLOCK=2048, EARLY=bool(early), num_warps=8)
     return zeros, {"LATE": bool(early), **early}
 
@@ -544,7 +544,7 @@ def aligned(n: int, *tensors: Tensor | None) -> int:
 
 def empty_result(x: Tensor, *_: Any) -> Tensor:
     """Contiguous memory of the shape, dtype and device of `x`."""
-    return empty(x.shape, x.dtype, x.device)
+    return x.new_empty(x.shape)
 
 
 def batched(op: Operator, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:

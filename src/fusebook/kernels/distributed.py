@@ -39,7 +39,6 @@ from ._call import (
     OPERATORS,
     check_stored,
     check_tensor,
-    empty_like,
     gpu,
     integer,
     launch,
@@ -288,7 +287,7 @@ class SharedKMeans:
             dist.all_reduce(total, group=self.group)
             return labels, OPERATORS["kmeans_means"](total, centres)
         centres = centres.contiguous()
-        new = empty_like(centres)  # contiguous as well
+        new = torch.empty_like(centres)  # contiguous as well
         block, block_k, block_d, warps = _shared_config(len(parts), self.k, self.d)
         with launching(points):
             launch(
@@ -489,7 +488,7 @@ class AllReduceNorm:
         parts = tuple(part[: len(x)] for part in self.parts[self.turn])
         self.turn = 1 - self.turn
         if not x.numel():
-            return empty_like(residual), empty_like(residual)
+            return torch.empty_like(residual), torch.empty_like(residual)
         if made.way != "fused":
             parts = (self._sum(x, made.way),)
         return self._norm(parts, residual.contiguous(), weight.contiguous(), eps, made)
@@ -507,7 +506,7 @@ class AllReduceNorm:
     def _norm(
         self, parts: tuple[Tensor, ...], residual: Tensor, weight: Tensor, eps: float, made: Config
     ) -> tuple[Tensor, Tensor]:
-        y, h = empty_like(residual), empty_like(residual)
+        y, h = torch.empty_like(residual), torch.empty_like(residual)
         meets = len(parts) > 1
         with launching(residual):
             launch(

@@ -40,7 +40,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._call import FLOATING, Operator, empty, empty_like, gpu, launch, shapes, wide
+from ._call import FLOATING, Operator, gpu, launch, shapes, wide
 
 __all__ = [
     "add_add_multiply", "add_add_multiply_eager", "add_sub", "add_sub_eager", "double", "exp", "multiply",
@@ -440,10 +440,10 @@ def _outputs(results: int, *operands: Tensor) -> Tensor | tuple[Tensor, ...]:
     """Memory for the results: laid out as the operands where all lie alike, and contiguous otherwise."""
     x, dtype = operands[0], _dtype_of(operands)
     if all(t.shape == x.shape and t.stride() == x.stride() for t in operands[1:]):
-        outs = tuple(empty_like(x, dtype) for _ in range(results))
+        outs = tuple(torch.empty_like(x, dtype=dtype) for _ in range(results))
     else:
         shape = torch.broadcast_shapes(*(t.shape for t in operands))
-        outs = tuple(empty(shape, dtype, x.device) for _ in range(results))
+        outs = tuple(x.new_empty(shape, dtype=dtype) for _ in range(results))
     return outs if results > 1 else outs[0]
 
 

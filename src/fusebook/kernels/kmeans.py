@@ -54,7 +54,6 @@ from ._call import (
     capturing,
     check_stored,
     contiguous,
-    empty,
     gpu,
     integer,
     launch,
@@ -1217,7 +1216,7 @@ def _launch_product(
 
 
 def _assign_outputs(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> Tensor:
-    return empty(points.shape[:1], label_dtype, points.device)
+    return points.new_empty(points.shape[:1], dtype=label_dtype)
 
 
 def _assign_into(labels: Tensor, points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> None:
@@ -1268,7 +1267,7 @@ def _programs(n: int, config: Config) -> int:
 def _parts(points: Tensor, k: int, config: Config) -> Tensor:
     """Memory for the sums of a pass, one part a program."""
     n, d = points.shape
-    return empty((_programs(n, config), k * (d + 1)), accumulated(points.dtype), points.device)
+    return points.new_empty((_programs(n, config), k * (d + 1)), dtype=accumulated(points.dtype))
 
 
 def _grouped(parts: Tensor, d: int, k: int, groups: Tensor | None = None) -> Tensor:
@@ -1277,7 +1276,7 @@ def _grouped(parts: Tensor, d: int, k: int, groups: Tensor | None = None) -> Ten
     if not _grouping(many, d, k):
         return parts
     if groups is None:
-        groups = empty((_GROUPS, width), torch.float64, parts.device)
+        groups = parts.new_empty((_GROUPS, width), dtype=torch.float64)
     launch(
         _kmeans_groups, (_GROUPS,),
         groups, parts, many, width, triton.cdiv(many, _GROUPS), BLOCK=64, BLOCK_W=triton.next_power_of_2(width),
@@ -1308,8 +1307,8 @@ def _launch_direct(out: Tensor, points: Tensor, labels: Tensor, old: Tensor | No
     splits = triton.cdiv(n, each)
     programs = min(k, max(1, most // (tiles * splits)))
     wider = accumulated(points.dtype)
-    found = empty((programs * tiles * splits, look), torch.int32, device)
-    parts = empty((splits, k * (d + 1)), wider, device) if splits > 1 else None
+    found = torch.empty((programs * tiles * splits, look), dtype=torch.int32, device=device)
+    parts = torch.empty((splits, k * (d + 1)), dtype=wider, device=device) if splits > 1 else None
     launch(
         _kmeans_direct, (programs, tiles, splits),
         out, parts, found, points, labels, old, n, k, d, *points.stride(), each,
@@ -1324,7 +1323,7 @@ def _launch_chunks(points: Tensor, labels: Tensor, k: int, sums: Tensor | None =
     """Sort by label and add up neighbours; returns sums ``[1, k (d + 1)]``, in `sums` if given."""
     (n, d), device = points.shape, points.device
     # Labels out of range become k: they are last, and are not added up.
-    keys = empty((n,), _narrowest(k), device)
+    keys = torch.empty((n,), dtype=_narrowest(k), device=device)
     launch(_kmeans_keys, (triton.cdiv(n, 1024),), keys, labels, n, k, BLOCK=1024)
     keys, order = apply(torch.sort, keys, stable=True)
     numbers = apply(torch.arange, k + 1, dtype=torch.int32, device=device)
@@ -1335,20 +1334,20 @@ def _launch_chunks(points: Tensor, labels: Tensor, k: int, sums: Tensor | None =
     # As many points at once as a label has if all have as many.
     block = max(1, min(size, triton.next_power_of_2(triton.cdiv(n, k)), 2048 // wide))
     chunks, tiles = triton.cdiv(n, size), triton.cdiv(d, wide)
-    parts = empty((chunks + k, d), accumulated(points.dtype), device)
+    parts = torch.empty((chunks + k, d), dtype=accumulated(points.dtype), device=device)
     launch(
         _kmeans_chunks, (chunks, tiles),
         parts, points, keys, order, bounds, d, k, size, BLOCK=block, BLOCK_D=wide,
     )  # fmt: skip
     if sums is None:
-        sums = empty((1, k * (d + 1)), torch.float64, device)
+        sums = torch.empty((1, k * (d + 1)), dtype=torch.float64, device=device)
     together = max(1, min(64, 4096 // wide))
     launch(_kmeans_sums, (k, tiles), sums, parts, bounds, d, size, BLOCK=together, BLOCK_D=wide)
     return sums
 
 
 def _update_outputs(points: Tensor, labels: Tensor, k: int, old: Tensor | None) -> Tensor:
-    return empty((k, points.shape[1]), points.dtype, points.device)
+    return points.new_empty((k, points.shape[1]))
 
 
 def _update_into(
@@ -1374,7 +1373,7 @@ def _update_into(
 
 
 def _step_outputs(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _assign_outputs(points, centres, label_dtype), empty(centres.shape, centres.dtype, centres.device)
+    return _assign_outputs(points, centres, label_dtype), centres.new_empty(centres.shape)
 
 
 def _labelled(
@@ -1414,7 +1413,7 @@ def _sums_outputs(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> 
         parts, dtype = _programs(n, _sums_config(d, k, assign=True)), accumulated(points.dtype)
         if _grouping(parts, d, k):
             parts, dtype = _GROUPS, torch.float64
-    return _assign_outputs(points, centres, label_dtype), empty((parts, k, d + 1), dtype, points.device)
+    return _assign_outputs(points, centres, label_dtype), points.new_empty((parts, k, d + 1), dtype=dtype)
 
 
 def _sums_into(
@@ -1634,7 +1633,7 @@ _means = Operator(
     "kmeans_means",
     "(Tensor sums, Tensor old) -> Tensor",
     check=_check_means,
-    outputs=lambda sums, old: empty(old.shape, old.dtype, old.device),
+    outputs=lambda sums, old: old.new_empty(old.shape),
     into=_means_into,
 )
 
@@ -1778,7 +1777,7 @@ _SPREAD = 1024
 def _spread(points: Tensor, centres: Tensor, labels: Tensor | None, squares: Tensor | None) -> Tensor:
     """Squared distances to the centres of `labels`, or to one centre where it is nearer than `squares`: their sums."""
     n, d = points.shape
-    sums = empty((triton.cdiv(n, _SPREAD),), accumulated(points.dtype), points.device)
+    sums = points.new_empty((triton.cdiv(n, _SPREAD),), dtype=accumulated(points.dtype))
     with launching(points):
         launch(
             _kmeans_spread, (len(sums),),
@@ -1791,7 +1790,7 @@ def _spread(points: Tensor, centres: Tensor, labels: Tensor | None, squares: Ten
 def _plus_plus(points: Tensor, k: int, draw: random.Random) -> Tensor:
     """k-means++: each centre is a point, drawn with a weight of its squared distance to the nearest centre so far."""
     n, d = points.shape
-    centres = empty((k, d), points.dtype, points.device)
+    centres = points.new_empty((k, d))
     centres[0] = points[draw.randrange(n)]
     squares = torch.full((n,), math.inf, dtype=accumulated(points.dtype), device=points.device)
     for j in range(1, k):

@@ -42,8 +42,6 @@ from ._call import (
     apply,
     capturing,
     contiguous,
-    empty,
-    empty_like,
     gpu,
     integer,
     launch,
@@ -534,7 +532,7 @@ def _taken_across(X: Tensor) -> bool:
 
 
 def _step_outputs(X: Tensor, y: Tensor, w: Tensor, b: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return empty(w.shape, w.dtype, w.device), empty_like(b), empty((), w.dtype, w.device)
+    return w.new_empty(w.shape), torch.empty_like(b), w.new_empty(())
 
 
 def _step_into(
@@ -548,7 +546,7 @@ def _step_into(
 def _fit_outputs(
     X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, steps: int, on_chip: bool | None
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return empty(w.shape, w.dtype, w.device), empty_like(b), empty((steps,), w.dtype, w.device)
+    return w.new_empty(w.shape), torch.empty_like(b), w.new_empty((steps,))
 
 
 def _fit_into(
@@ -569,7 +567,7 @@ def _fit_into(
             return
     plan = _step_plan(*X.shape, w.element_size(), capability, multiprocessors, aligned(X.shape[1], X))
     work = _workspace(X, plan)
-    spare = (empty(w.shape, w.dtype, w.device), empty_like(b)) if steps > 1 else last
+    spare = (w.new_empty(w.shape), torch.empty_like(b)) if steps > 1 else last
     for t in range(steps):
         into = last if (steps - t) % 2 else spare  # the last step writes where the results are wanted
         _launch_step(X, y, w, b, lr, l2, (*into, losses[t]), work, plan)
@@ -587,10 +585,10 @@ def _launch_fit(
     sizes = (2 * P * D, 2 * D, 2 * P)
     words = apply(torch.zeros, sum(sizes), dtype=torch.int64, device=X.device)
     gradients, weights, slopes = words.split(sizes)
-    shares = empty((min(len(losses), _TOGETHER), P), torch.float32, X.device)
+    shares = X.new_empty((min(len(losses), _TOGETHER), P), dtype=torch.float32)
     for start in range(0, len(losses), _TOGETHER):
         steps = min(_TOGETHER, len(losses) - start)
-        into = last if start + steps == len(losses) else (empty(w.shape, w.dtype, w.device), empty_like(b))
+        into = last if start + steps == len(losses) else (w.new_empty(w.shape), torch.empty_like(b))
         # Cooperative: all programs at once or none, since they wait for each other.
         launch(
             _logistic_fit_rows, (P,),

@@ -58,7 +58,6 @@ from ._call import (
     apply,
     capturing,
     contiguous,
-    empty,
     flag,
     gpu,
     integer,
@@ -859,7 +858,7 @@ def _line(x: Tensor) -> Tensor:
 
 def _loss_memory(x: Tensor, target: Tensor, reduction: str) -> Tensor:
     """Memory for a loss, or for one of each target."""
-    return empty(target.shape if reduction == "none" else (), accumulated_in(x.dtype), x.device)
+    return x.new_empty(target.shape if reduction == "none" else (), dtype=accumulated_in(x.dtype))
 
 
 def _prepare(x: Tensor, target: Tensor, terms: Terms, words: int, few: int) -> _Known:
@@ -871,8 +870,8 @@ def _prepare(x: Tensor, target: Tensor, terms: Terms, words: int, few: int) -> _
         counts = min(64, triton.next_power_of_2(triton.cdiv(max(1, len(target)), 16384)))
     if not counts and not words:
         return _Known(None, 0, None, classes, {})
-    sums = empty((counts,), accumulated_in(x.dtype), x.device) if counts else None
-    zeros = empty((words,), torch.int64, x.device) if words else None
+    sums = x.new_empty((counts,), dtype=accumulated_in(x.dtype)) if counts else None
+    zeros = x.new_empty((words,), dtype=torch.int64) if words else None
     early = overlapping(x.device)
     launch(
         _sum_targets, (max(counts, triton.cdiv(words, 4096)),), zeros if words else sums, sums, target, terms.weight,
@@ -986,7 +985,7 @@ def _entropy_into(
     known = _prepare(x, target, terms, config.programs if config is not None and config.parts else 0, few)
     each = terms.reduction == "none"
     shape = _left_shape(config, len(x), terms, each)
-    left = loss if each and len(shape) == 1 else empty(shape, loss.dtype, x.device)
+    left = loss if each and len(shape) == 1 else x.new_empty(shape, dtype=loss.dtype)
     _launch_rows(left, dx, x, target, scale, terms, known, config)
     _reduce(loss, left, target, terms, known, x.shape[1])
 
@@ -1081,7 +1080,7 @@ def _keeps(m: int, k: int, n: int, itemsize: int) -> bool:
 
 def padded(shape: tuple[int, int], pitch: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory for rows that begin so far apart. Whole vectors of it are loaded, and what is between rows ignored."""
-    return empty((shape[0], pitch), dtype, device)
+    return torch.empty((shape[0], pitch), dtype=dtype, device=device)
 
 
 def _copy_into(
@@ -1107,7 +1106,7 @@ def _copy_into(
 def _raise(target: Tensor, scale: Tensor | None, terms: Terms, known: _Known, n: int) -> tuple[Tensor, Tensor]:
     """The scales of rows of logits, and what is missing to RAISED."""
     m = len(target)
-    both = empty((2, m), torch.float32, target.device)
+    both = target.new_empty((2, m), dtype=torch.float32)
     step = scale.stride(0) if scale is not None and scale.dim() else 0
     launch(
         _raise_rows, (triton.cdiv(m, 1024),), both[0], both[1], target, terms.weight, scale, known.sums, known.classes,
@@ -1165,7 +1164,7 @@ class _Head:
             _copy_into(self.factor, head)
             self.copies = self.memory(rows)
             if bias is not None:
-                longer = empty((1, self.pitch), h.dtype, h.device)
+                longer = h.new_empty((1, self.pitch))
                 _copy_into(longer, bias[None])
                 self.bias = longer[0]
         self.kept = kept
@@ -1174,7 +1173,7 @@ class _Head:
 
     def memory(self, rows: int) -> Tensor:
         """For so many rows of the width of hidden states."""
-        return empty((rows, self.width), self.factor.dtype, self.factor.device)
+        return self.factor.new_empty((rows, self.width))
 
     def states(self, h: Tensor, target: Tensor, ignored: int) -> Tensor:
         """Hidden states as they are multiplied."""
@@ -1223,13 +1222,14 @@ class _Gradients:
         self.dbias = None if head.bias is None else found[2][:, None]
         self.ones: Tensor | None = None
         if self.dbias is not None:
-            self.ones = empty((rows, 1), dtype, device)
+            self.ones = torch.empty((rows, 1), dtype=dtype, device=device)
             apply(Tensor.fill_, self.ones, 1.0)
         if head.padded:
             self.dhead = head.memory(head.pitch)
-            self.dbias = None if self.dbias is None else empty((head.pitch, 1), dtype, device)
+            self.dbias = None if self.dbias is None else torch.empty((head.pitch, 1), dtype=dtype, device=device)
         if raised is not None:
-            self.wide, self.lifted = empty((rows, head.width), torch.float32, device), head.memory(rows)
+            self.wide = torch.empty((rows, head.width), dtype=torch.float32, device=device)
+            self.lifted = head.memory(rows)
         elif head.padded:
             self.near = head.memory(rows)
 
@@ -1294,7 +1294,7 @@ def _linear_into(
     known = _prepare(x, target, terms, m * parts, few)._replace(late={})
     shape = _left_shape(config, m, terms, True)
     own = loss is not None and terms.reduction == "none" and len(shape) == 1
-    left = loss if loss is not None and own else empty(shape, accumulated_in(h.dtype), h.device)
+    left = loss if loss is not None and own else h.new_empty(shape, dtype=accumulated_in(h.dtype))
     raised: Tensor | None = None
     if gradients and m and h.dtype == torch.float16 and n > FEW_CLASSES:
         scale, raised = _raise(target, scale, terms, known, n)
@@ -1645,9 +1645,7 @@ def _linear_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
 
 def _gradients_of(h: Tensor, head: Tensor, bias: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
     """Without a bias, that of the bias has no elements."""
-    return tuple(
-        empty(shape, h.dtype, h.device) for shape in (h.shape, head.shape, (0,) if bias is None else bias.shape)
-    )
+    return tuple(h.new_empty(shape) for shape in (h.shape, head.shape, (0,) if bias is None else bias.shape))
 
 
 def _linear_kept_of(
@@ -1716,7 +1714,7 @@ _linear_trained = Operator(
     check=_check_linear,
     outputs=lambda h, head, bias, target, weight, reduction, *_: (
         _loss_memory(h, target, reduction),
-        *[empty(t.shape, h.dtype, h.device) for t in (h, head, bias) if t is not None],
+        *[h.new_empty(t.shape) for t in (h, head, bias) if t is not None],
     ),
     into=lambda found, *given: _linear_into(found[0], found[1:], given[:4], Terms(*given[4:10]), rows=given[10]),
     read=_read_linear,

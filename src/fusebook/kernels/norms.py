@@ -38,7 +38,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._call import FLOATING, Operator, apply, contiguous, empty, gpu, launch, number, overlapping, shapes, wide
+from ._call import FLOATING, Operator, apply, contiguous, gpu, launch, number, overlapping, shapes, wide
 from ._call import accumulated as accumulated_in
 from ._rows import (
     INTERPRETER,
@@ -934,7 +934,7 @@ def _partial_rows(
     vectors = (dw is not None) + (db is not None)
     if groups == 1 or not vectors:
         return None, (dw, db)
-    sums = empty((vectors, groups, x.shape[-1]), accumulated_in(x.dtype), x.device)
+    sums = x.new_empty((vectors, groups, x.shape[-1]), dtype=accumulated_in(x.dtype))
     return sums, (None if dw is None else sums[0], None if db is None else sums[-1])
 
 
@@ -1054,7 +1054,7 @@ def _with_sum(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _with_scale(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *rest: Any) -> list[Tensor]:
-    quantised = [empty(x.shape, rest[-1], x.device), empty((*x.shape[:-1], 1), accumulated_in(x.dtype), x.device)]
+    quantised = [x.new_empty(x.shape, dtype=rest[-1]), x.new_empty((*x.shape[:-1], 1), dtype=accumulated_in(x.dtype))]
     return quantised if residual is None else [*quantised, empty_result(x)]
 
 

@@ -42,7 +42,6 @@ from ._call import (
     apply,
     as_it_is,
     contiguous,
-    empty,
     flag,
     gpu,
     launch,
@@ -499,7 +498,7 @@ def _aligned(matrices: Sequence[Tensor]) -> Tensor:
     K, widths = len(matrices[0]), [m.shape[1] for m in matrices]
     line = 128 // matrices[0].element_size()
     pitch = triton.cdiv(K, line) * line
-    memory = empty((sum(widths), pitch), matrices[0].dtype, matrices[0].device)
+    memory = matrices[0].new_empty((sum(widths), pitch))
     wide = min(256, triton.next_power_of_2(pitch))
     tall = (2**16 if INTERPRETED else 8192) // wide
     for m, place in zip(matrices, memory.split(widths), strict=True):
@@ -597,7 +596,7 @@ def _launch_concat(out: Tensor, x: Tensor, weights: Sequence[Tensor], math: str,
     bulk = c.bulk if whole and LD * out.element_size() % 16 == 0 else 0
     y = TensorDescriptor(out, list(out.shape), [LD, 1], [c.bm, c.bn // bulk]) if bulk else None
     programs = _programs(c, tiles, x.device)
-    parts = out if c.split == 1 else empty((c.split, *out.shape), torch.float32, out.device)
+    parts = out if c.split == 1 else out.new_empty((c.split, *out.shape), dtype=torch.float32)
     launch(
         _concat_gemm, (programs, c.split),
         parts, y, _tiles_of(x, "row", c.bm, c.bk), *[_tiles_of(w, layout, c.bk, c.bn) for w in all_of],
@@ -618,7 +617,7 @@ def _launch_swiglu(
     w = TensorDescriptor(lower, [2, N, K], [distance, _leading(lower, "column"), 1], [2, c.bn, c.bk])
     bulk = c.bulk > 0 and N * out.element_size() % 16 == 0
     programs = _programs(c, triton.cdiv(M, c.bm) * triton.cdiv(N, c.bn), x.device)
-    parts = out if c.split == 1 else empty((c.split, 2, M, N), torch.float32, out.device)
+    parts = out if c.split == 1 else out.new_empty((c.split, 2, M, N), dtype=torch.float32)
     launch(
         _swiglu, (programs, c.split),
         parts, _tiles_of(out, "row", c.bm, c.bn) if bulk else None, _tiles_of(x, "row", c.bm, c.bk), w,
@@ -668,7 +667,7 @@ def _asked(x: Tensor, weights: Any, tf32: bool | None, strategy: Any) -> bool:
 
 
 def _concat_outputs(x: Tensor, weights: Sequence[Tensor], tf32: bool, strategy: str) -> Tensor:
-    return empty((*x.shape[:-1], sum(w.shape[1] for w in weights)), x.dtype, x.device)
+    return x.new_empty((*x.shape[:-1], sum(w.shape[1] for w in weights)))
 
 
 def _concat_into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, strategy: str) -> None:
@@ -763,7 +762,7 @@ def _concat_check(x: Any, weights: Any, tf32: Any, strategy: Any) -> tuple[Tenso
 
 
 def _outputs(x: Tensor, gate: Tensor, up: Tensor, bias: Tensor | None, tf32: bool, strategy: str) -> Tensor:
-    return empty((*x.shape[:-1], gate.shape[1]), x.dtype, x.device)
+    return x.new_empty((*x.shape[:-1], gate.shape[1]))
 
 
 def _into(
@@ -783,7 +782,7 @@ def _into(
             flat = flat if _describable(flat, "row") else _aligned([flat.mT]).mT
             _launch_swiglu(out, flat, gate, up, bias, math, c)
             return
-    other = empty(out.shape, out.dtype, out.device)
+    other = out.new_empty(out.shape)
     _torch(flat, gate, out, tf32)
     _torch(flat, up, other, tf32)
     _elementwise(_gate, [out], [out, other], bias)
@@ -925,14 +924,14 @@ _gated = Operator(
     "swiglu_gate",
     "(Tensor g, Tensor u) -> Tensor",
     check=lambda *given: given,
-    outputs=lambda g, u: empty(g.shape, g.dtype, g.device),
+    outputs=lambda g, u: g.new_empty(g.shape),
     into=lambda y, g, u: _elementwise(_gate, [y], [*map(contiguous, (g, u))], None),
 )
 _gradient_of_gate = Operator(
     "swiglu_gate_backward",
     "(Tensor dy, Tensor g, Tensor u, Tensor? bias) -> Tensor",
     check=lambda *given: given,
-    outputs=lambda dy, g, u, bias: empty((g.shape[0], 2 * g.shape[1]), g.dtype, g.device),
+    outputs=lambda dy, g, u, bias: g.new_empty((g.shape[0], 2 * g.shape[1])),
     into=_through_gate_into,
 )
 

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._call import AMD, INTERPRETED, Operator, apply, contiguous, empty, flag, gpu, launch, one_of, shapes
+from ._call import AMD, INTERPRETED, Operator, apply, contiguous, flag, gpu, launch, one_of, shapes
 
 __all__ = ["PackedWeight", "quantize", "quantized_matmul", "quantized_swiglu"]
 
@@ -777,7 +777,7 @@ def _into(
     flat, out = contiguous(x).view(out.numel() // N, K), out.view(-1, N)
     M = len(flat)
     if M > FEW_ROWS and not gate and K:
-        weight = empty((N, K), x.dtype, x.device)
+        weight = x.new_empty((N, K))
         _values_into(weight, packed, N, K, bits, group, x.dtype)
         product = (torch.mm,) if bias is None else (torch.addmm, bias)
         apply(*product, flat, weight.T, out=out)
@@ -799,7 +799,7 @@ def _into(
 def _outputs(
     x: Tensor, packed: list[Tensor], gate: list[Tensor], bias: Tensor | None, N: int, K: int, bits: int, group: int
 ) -> Tensor:
-    return empty((*x.shape[:-1], N), x.dtype, x.device)
+    return x.new_empty((*x.shape[:-1], N))
 
 
 def _sizes(name: str, of: str, packed: list[Tensor], N: int, K: int, bits: int, group: int) -> dict[str, Any]:
@@ -856,7 +856,7 @@ _values = Operator(
     "dequantize",
     "(Tensor[] packed, int N, int K, int bits, int group, ScalarType dtype) -> Tensor",
     check=_check_values,
-    outputs=lambda packed, N, K, bits, group, dtype: empty((N, K), dtype, packed[0].device),
+    outputs=lambda packed, N, K, bits, group, dtype: packed[0].new_empty((N, K), dtype=dtype),
     into=_values_into,
 )
 _matmul = Operator(

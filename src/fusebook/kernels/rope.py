@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._call import FLOATING, INTEGERS, Operator, contiguous, empty_like, flag, gpu, integer, launch, shapes, watched
+from ._call import FLOATING, INTEGERS, Operator, contiguous, flag, gpu, integer, launch, shapes, watched
 
 __all__ = ["rope", "rope_eager"]
 
@@ -357,7 +357,7 @@ _rope_one = Operator(
     "rope",
     f"(Tensor x, {_TERMS}) -> Tensor",
     check=_check_one,
-    outputs=lambda x, *_: empty_like(x),
+    outputs=lambda x, *_: torch.empty_like(x),
     into=lambda y, x, *rest: _rope_into((y,), (x,), *rest),
     gradient=(_backward, functools.partial(_keep, 1)),
     batched=lambda *given: _batched(1, *given),
@@ -366,7 +366,7 @@ _rope_two = Operator(
     "rope_two",
     f"(Tensor x, Tensor k, {_TERMS}) -> (Tensor, Tensor)",
     check=_check,
-    outputs=lambda x, k, *_: (empty_like(x), empty_like(k)),
+    outputs=lambda x, k, *_: (torch.empty_like(x), torch.empty_like(k)),
     into=lambda found, x, k, *rest: _rope_into(found, (x, k), *rest),
     gradient=(_backward, functools.partial(_keep, 2)),
     batched=lambda *given: _batched(2, *given),

@@ -52,7 +52,6 @@ from ._call import (
     apply,
     capturing,
     contiguous,
-    empty,
     gpu,
     integer,
     launch,
@@ -599,7 +598,7 @@ def _keyed(shape: Sequence[int], indices: Tensor, masked: int | None, dtype: tor
     n, k = indices.shape
     if k == 0:  # every index names the whole output
         return apply(torch.zeros, n, dtype=dtype, device=indices.device)
-    keys = empty((n,), dtype, indices.device)
+    keys = indices.new_empty((n,), dtype=dtype)
     block = 4096 if INTERPRETED else 256
     for axis in range(0, k, 4):
         sizes = tuple(shape[axis : min(axis + 4, k)])
@@ -632,7 +631,7 @@ def _scatter_outputs(
     shape: Sequence[int], indices: Tensor, updates: Tensor, masked: int | None, strategy: str
 ) -> Tensor:
     try:
-        return empty(shape, updates.dtype, updates.device)
+        return updates.new_empty(shape)
     except RuntimeError as error:  # torch.OutOfMemoryError is one kind
         size = math.prod(shape) * updates.element_size()
         raise torch.OutOfMemoryError(
@@ -666,7 +665,7 @@ def _scatter_into(
     constants = {"MASKED": masked is not None, "ALIGN": align, "BLOCK": c.block, "num_warps": c.warps}
     tiles = triton.cdiv(D, c.block)
     if c.strategy == "atomic":
-        sums = out if accumulated(dtype) == dtype else empty(shape, torch.float32, device)
+        sums = out if accumulated(dtype) == dtype else torch.empty(shape, dtype=torch.float32, device=device)
         fills = triton.cdiv(R * D, c.fill)
         # Each program signals; from some thousand programs on, that costs more than it saves.
         early = overlapping(device) if fills <= 4096 else {}
@@ -732,7 +731,7 @@ def _launch_grouped(
 
 
 def _gather_outputs(source: Tensor, indices: Tensor, masked: int | None) -> Tensor:
-    return empty((*indices.shape[:-1], *source.shape[indices.shape[-1] :]), source.dtype, source.device)
+    return source.new_empty((*indices.shape[:-1], *source.shape[indices.shape[-1] :]))
 
 
 def _gather_into(out: Tensor, source: Tensor, indices: Tensor, masked: int | None) -> None:

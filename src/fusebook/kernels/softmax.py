@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._call import Operator, apply, contiguous, empty, launch, shapes, wide
+from ._call import Operator, apply, contiguous, launch, shapes, wide
 from ._call import accumulated as accumulated_in
 from ._rows import (
     INTERPRETER,
@@ -320,7 +320,7 @@ def _launch_transposed(family: _Family, out: Tensor, ins: tuple[Tensor, ...], di
     moved = (t.movedim(dim, -1) for t in ins)
     ins = tuple(t if t.stride(-1) == 1 else with_adjacent_elements(t) for t in moved)
     target = out.movedim(dim, -1)
-    found = target if target.stride(-1) == 1 else empty(target.shape, out.dtype, out.device)
+    found = target if target.stride(-1) == 1 else out.new_empty(target.shape)
     _launch(family, found, ins, target.dim() - 1)
     if found is not target:
         copy_strided(target, found)
