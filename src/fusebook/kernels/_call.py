@@ -47,21 +47,11 @@ def _private(path: str, fallback: Any) -> Any:
         return fallback
 
 
-def _address_of_storage(x: Tensor) -> int | None:
-    """Where the memory of a tensor begins; None for wrappers, fake tensors and others without."""
-    try:
-        return x.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):
-        return None
-
-
 # Without the first three, calls take the long path through torch's dispatcher.
 _modes = _private("torch:_C._len_torch_dispatch_stack", lambda: 1)
 _transforms = _private("torch:_C._are_functorch_transforms_active", lambda: True)
 _tracing = _private("torch:_C._get_tracing_state", torch.jit.is_tracing)
 _autocast = _private("torch:_C._is_any_autocast_enabled", lambda: True)
-_stored = _private("torch:_C._has_storage", lambda x: _address_of_storage(x) is not None)
-_wrapped = _private("torch:_C._functorch.is_functorch_wrapped_tensor", lambda x: not _stored(x))
 _apply = _private("torch:_C._FunctionBase.apply", None)  # an attribute of each class; see `_Recorded`
 _memory = _private(
     "torch:_C._dynamo.guards._empty_strided_cuda",
@@ -215,8 +205,11 @@ def watched() -> bool:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether its values can be read: not under torch.jit.trace or torch.func."""
-    return not (x.is_meta or _tracing() or _wrapped(x))
+    """Whether its values can be read: not under torch.jit.trace or torch.func, which wraps a tensor without memory."""
+    try:
+        return not _tracing() and bool(x.data_ptr() or not x.numel())
+    except RuntimeError:
+        return False
 
 
 _uncached: list[None] = []
@@ -865,20 +858,18 @@ class Operator:
         found = _flat(inputs)
         if len(found) != len(tensors) or any([a is not b for a, b in zip(found, tensors, strict=False)]):
             key = None
-        for t in () if key is not None else found:  # what has a key is plain and has memory
-            check_local(self.name, "each tensor", t)
-            if self.listed and not _stored(t):
-                got = "a batch of them, for which torch's is_grads_batched has no rule"
-                remedy = "use torch.func.vmap of what torch.func.vjp returns, or torch.func.jacrev"
-                refuse(NotImplementedError, self.name, "a gradient at a time", got, remedy)
-            # torch.func.vjp's function is given wrapped tensors after the transform; batches of gradients have no
-            # memory.
-            if (
-                type(t) not in (Tensor, Parameter)
-                or t.device.type not in ("cpu", "cuda")
-                or _wrapped(t)
-                or not (_stored(t) and (t.data_ptr() or not t.numel()))
-            ):
+        if key is None:  # what has a key is plain and has memory
+            for t in found:
+                check_local(self.name, "each tensor", t)
+            try:
+                _described(found, [], [])
+            except TypeError:
+                return self.custom(*inputs)
+            except RuntimeError:  # a batch of gradients, or what torch.func.vjp's function is given after the transform
+                if self.listed:
+                    got = "a batch of them, for which torch's is_grads_batched has no rule"
+                    remedy = "use torch.func.vmap of what torch.func.vjp returns, or torch.func.jacrev"
+                    refuse(NotImplementedError, self.name, "a gradient at a time", got, remedy)
                 return self.custom(*inputs)
         if self.read is not None:
             self.read(*args)
