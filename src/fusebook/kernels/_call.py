@@ -52,6 +52,7 @@ _modes = _private("torch:_C._len_torch_dispatch_stack", lambda: 1)
 _transforms = _private("torch:_C._are_functorch_transforms_active", lambda: True)
 _tracing = _private("torch:_C._get_tracing_state", torch.jit.is_tracing)
 _autocast = _private("torch:_C._is_any_autocast_enabled", lambda: True)
+_wrapped = _private("torch:_C._functorch.is_functorch_wrapped_tensor", lambda x: True)
 _apply = _private("torch:_C._FunctionBase.apply", None)  # an attribute of each class; see `_Recorded`
 _memory = _private(
     "torch:_C._dynamo.guards._empty_strided_cuda",
@@ -205,11 +206,8 @@ def watched() -> bool:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether its values can be read: not under torch.jit.trace or torch.func, which wraps a tensor without memory."""
-    try:
-        return not _tracing() and bool(x.data_ptr() or not x.numel())
-    except RuntimeError:
-        return False
+    """Whether its values can be read: not under torch.jit.trace or torch.func."""
+    return not (x.is_meta or _tracing() or (_transforms() and _wrapped(x)))
 
 
 _uncached: list[None] = []
@@ -652,13 +650,6 @@ class _Recorded(torch.autograd.Function):
         return None, None, None, *found
 
 
-class _PassedOn(TorchDispatchMode):
-    """Changes nothing, except that calls go through torch's dispatcher."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 class _Transformed(_Recorded):
     """The same for torch.func, which has to see what is saved, and needs a rule for batches."""
 
@@ -671,12 +662,6 @@ class _Transformed(_Recorded):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.what, _, _, *flat = inputs
         ctx.what.op.keep(ctx, _nested(flat, ctx.what.lengths), output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """After the transform has ended, what it saved is wrapped: torch's dispatcher unwraps that."""
-        with contextlib.nullcontext() if _transforms() else _PassedOn():
-            return _Recorded.backward(ctx, *gradients)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -866,7 +851,7 @@ class Operator:
             except TypeError:
                 return self.custom(*inputs)
             except RuntimeError:  # a batch of gradients, or what torch.func.vjp's function is given after the transform
-                if self.listed:
+                if self.listed and not any(map(_wrapped, found)):
                     got = "a batch of them, for which torch's is_grads_batched has no rule"
                     remedy = "use torch.func.vmap of what torch.func.vjp returns, or torch.func.jacrev"
                     refuse(NotImplementedError, self.name, "a gradient at a time", got, remedy)
