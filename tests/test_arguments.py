@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import fusebook
-from fusebook.kernels._call import FLOATING, _sizes_of, check_alike, check_tensor, integer, number, shapes
+from fusebook.kernels._call import FLOATING, _sizes_of, check_tensor, integer, number, shapes
 
 
 def test_floating_tensors_pass():
     check_tensor("f", "x", torch.zeros(2, dtype=torch.bfloat16))
-    check_alike("f", "y", torch.zeros(2), "x", torch.ones(3))
+    check_tensor("f", "y", torch.zeros(2), like=("x", torch.ones(3)))
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_an_integer_has_64_bits():
 def test_another_dtype_or_device_is_refused():
     x = torch.zeros(2)
     with pytest.raises(TypeError, match="expected y to be torch.float32 as x is, got torch.float64"):
-        check_alike("f", "y", x.double(), "x", x)
-    check_alike("f", "y", x.double(), "x", x, dtype=False)
+        check_tensor("f", "y", x.double(), like=("x", x))
+    check_tensor("f", "y", x.double(), FLOATING, ("x", x))
     with pytest.raises(ValueError, match="expected y on cpu as x is, got meta"):
-        check_alike("f", "y", x.to("meta"), "x", x)
+        check_tensor("f", "y", x.to("meta"), like=("x", x))
 
 
 def test_letters_stand_for_one_size_each():

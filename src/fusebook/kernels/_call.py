@@ -155,18 +155,6 @@ def refuse(error: type[Exception], name: str, expected: str, got: object, remedy
     raise error(f"{name}: expected {expected}, got {got}; {remedy}")
 
 
-def check_device(name: str, tensor: Tensor) -> None:
-    """Refuse, by ValueError, a tensor on the CPU where Triton does not interpret; `name` is for the message."""
-    # Of a tensor on another device, such as meta, only the shape is asked.
-    if INTERPRETED or tensor.device.type != "cpu":
-        return
-    with contextlib.suppress(RuntimeError):  # no GPU, so no driver
-        if triton.runtime.driver.active.get_active_torch_device().type == "cpu":  # compiled for a GPU that is absent
-            return
-    remedy = "move it to a GPU, or set TRITON_INTERPRET=1 before Triton is imported, which runs the kernel in Triton's"
-    refuse(ValueError, name, "a CUDA tensor", "one on cpu", f"{remedy} interpreter on the CPU")
-
-
 @contextlib.contextmanager
 def launching(tensor: Tensor) -> Iterator[None]:
     """Launch on the tensor's device. In the interpreter, NaN raises no warning, as on a GPU."""
@@ -1015,17 +1003,23 @@ FLOATING: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float3
 INTEGERS: tuple[torch.dtype, ...] = (torch.int64, torch.int32)
 
 
-def check_tensor(name: str, what: str, value: object, dtypes: Sequence[torch.dtype] = FLOATING) -> None:
+def check_tensor(
+    name: str, what: str, value: object, dtypes: Sequence[torch.dtype] | None = None,
+    like: tuple[str, Tensor] | None = None,
+) -> None:  # fmt: skip
     """Refuse what is not a dense tensor of one of `dtypes`, whose numbers stand in memory as they are.
 
-    `name` is the function that was called, and `what` the argument, for the message. TypeError for what is no tensor,
-    of another dtype, or not dense; ValueError for a view that negates what it shows, as the imaginary part of a
-    conjugate is: a kernel would read the numbers with their old sign.
+    `name` is the function that was called, and `what` the argument, for the message. `like` is another argument, of the
+    same device, and of the same dtype unless `dtypes` are given, which are `FLOATING` otherwise.
+
+    TypeError for what is no tensor, of another dtype, or not dense. ValueError on another device, and on the CPU where
+    Triton does not interpret; for a view that negates what it shows, as the imaginary part of a conjugate is: a kernel
+    would read the numbers with their old sign.
     """
     if not isinstance(value, Tensor):
         refuse(TypeError, name, f"{what} to be a torch.Tensor", type(value).__name__, "use torch.as_tensor")
-    if value.dtype not in dtypes:
-        refuse(TypeError, name, f"{what} to be {_any_of(dtypes)}", value.dtype, "cast it first")
+    if value.dtype not in (dtypes or FLOATING):
+        refuse(TypeError, name, f"{what} to be {_any_of(dtypes or FLOATING)}", value.dtype, "cast it first")
     if value.layout is not torch.strided or value.is_nested:
         kind, remedy = ("a nested tensor", "to_padded_tensor") if value.is_nested else (value.layout, "to_dense")
         refuse(TypeError, name, f"{what} to be dense", kind, f"call {remedy}() first")
@@ -1033,6 +1027,20 @@ def check_tensor(name: str, what: str, value: object, dtypes: Sequence[torch.dty
     if not torch.compiler.is_compiling() and value.is_neg():
         expected = f"{what} to stand in memory as it is"
         refuse(ValueError, name, expected, "a view that negates", "call resolve_neg() first")
+    if like is not None:
+        model, other = like
+        if dtypes is None and value.dtype != other.dtype:
+            refuse(TypeError, name, f"{what} to be {other.dtype} as {model} is", value.dtype, "cast one of them")
+        if value.device != other.device:
+            refuse(ValueError, name, f"{what} on {other.device} as {model} is", value.device, "move one of them")
+    # Of a tensor on another device, such as meta, only the shape is asked.
+    if value.is_cuda or INTERPRETED or value.device.type != "cpu":
+        return
+    with contextlib.suppress(RuntimeError):  # no GPU, so no driver
+        if triton.runtime.driver.active.get_active_torch_device().type == "cpu":  # compiled for a GPU that is absent
+            return
+    remedy = "move it to a GPU, or set TRITON_INTERPRET=1 before Triton is imported, which runs the kernel in Triton's"
+    refuse(ValueError, name, "a CUDA tensor", "one on cpu", f"{remedy} interpreter on the CPU")
 
 
 def check_local(name: str, what: str, value: object) -> None:
@@ -1063,17 +1071,6 @@ def check_stored(name: str, what: str, value: Tensor, *, meta: bool = False) -> 
         pass
     got, remedy = f"{type(value).__name__} without", "pass the tensor that it wraps, or a clone"
     refuse(TypeError, name, f"{what} with memory for its elements", got, remedy)
-
-
-def check_alike(name: str, what: str, value: Tensor, model: str, other: Tensor, *, dtype: bool = True) -> None:
-    """Refuse a tensor whose device, or dtype, is not that of `other`, which is the argument `model`.
-
-    TypeError where the dtypes differ, unless `dtype` is False; ValueError where the devices differ.
-    """
-    if dtype and value.dtype != other.dtype:
-        refuse(TypeError, name, f"{what} to be {other.dtype} as {model} is", value.dtype, "cast one of them")
-    if value.device != other.device:
-        refuse(ValueError, name, f"{what} on {other.device} as {model} is", value.device, "move one of them")
 
 
 def _any_of(accepted: Sequence[Any]) -> str:
@@ -1118,15 +1115,12 @@ def shapes(name: str, /, **arguments: Any) -> dict[Any, Any]:
     """
     sizes: dict[Any, Any] = {}
     owners: dict[Any, tuple[str, Any]] = {}  # of each letter the argument that had it first
-    first: tuple[Any, ...] = ()
+    first: tuple[str, Tensor] | None = None
     for what, (value, shape, *dtypes) in arguments.items():
         if value is None and "?" in shape:
             continue
-        check_tensor(name, what, value, *dtypes)
-        if first:
-            check_alike(name, what, value, *first, dtype=not dtypes)
-        else:
-            first = what, value
+        check_tensor(name, what, value, dtypes[0] if dtypes else None, first)
+        first = first or (what, value)
         if shape == "":
             continue
         letters = shape.strip("[]?").split(", ") if isinstance(shape, str) else shape
@@ -1141,7 +1135,6 @@ def shapes(name: str, /, **arguments: Any) -> dict[Any, Any]:
             refuse(ValueError, name, f"{what} of shape {text}", list(value.shape), remedy)
         owners = {letter: owners.get(letter, (what, shape)) for letter in found}
         sizes = found
-    check_device(name, first[1])
     return sizes
 
 

@@ -28,12 +28,11 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from ._call import (
+    FLOATING,
     LIBRARY,
     NAMESPACE,
     _below,
     apply,
-    check_alike,
-    check_device,
     check_local,
     check_stored,
     check_tensor,
@@ -459,10 +458,8 @@ def _check_lists(params: Any, ms: Any, vs: Any, tops: Any, exacts: Any, grads: A
     _check_lengths(params, named)
     for i, p in enumerate(params):
         of = f"params[{i}]"
-        check_tensor(_NAME, of, p)
+        check_tensor(_NAME, of, p, FLOATING, ("params[0]", params[0]))
         check_stored(_NAME, of, p, meta=True)
-        check_device(_NAME, p)
-        check_alike(_NAME, of, p, "params[0]", params[0], dtype=False)
         if p.numel() and not _dense(p):
             raise ValueError(f"{_NAME}: expected {of} without gaps, got strides {p.stride()}; call contiguous() first")
         narrow = p.dtype in (torch.float16, torch.bfloat16)
@@ -473,9 +470,8 @@ def _check_lists(params: Any, ms: Any, vs: Any, tops: Any, exacts: Any, grads: A
                 continue
             what, t = f"{name}[{i}]", tensors[i]
             single = (torch.float32,) if narrow else ()
-            check_tensor(_NAME, what, t, single if name == "masters" else (p.dtype, *single))
+            check_tensor(_NAME, what, t, single if name == "masters" else (p.dtype, *single), (of, p))
             check_stored(_NAME, what, t, meta=True)
-            check_alike(_NAME, what, t, of, p, dtype=False)
             if t.shape != p.shape or (t.numel() and _laid(t) != _laid(p)):
                 raise ValueError(
                     f"{_NAME}: expected {what} of shape {tuple(p.shape)} and strides {p.stride()} as {of} has, got "
@@ -577,7 +573,7 @@ def _without_memory(
     _check_numbers(params, step, lr, beta1, beta2, eps, decay, seed, most)
     given = [t for t in (*params, *grads, *ms, *vs, *tops, *exacts, count, rate, norm, scale, found) if t is not None]
     for t in given:
-        check_alike(_NAME, "all tensors", t, "the first", given[0], dtype=False)
+        check_tensor(_NAME, "all tensors", t, (t.dtype,), ("the first", given[0]))
 
 
 torch.library.register_fake(f"{NAMESPACE}::{_NAME}", _without_memory, lib=LIBRARY)
@@ -617,8 +613,7 @@ _SINGLES = {
 
 def _single(what: str, value: Tensor, p: Tensor) -> None:
     """Refuse what is not one number on the device of the parameters."""
-    check_tensor(_NAME, what, value, _SINGLES[what])
-    check_alike(_NAME, what, value, "params[0]", p, dtype=False)
+    check_tensor(_NAME, what, value, _SINGLES[what], ("params[0]", p))
     if value.numel() != 1:
         raise ValueError(f"{_NAME}: expected {what} to be one number, got shape {tuple(value.shape)}; take one of them")
 
