@@ -41,7 +41,7 @@ def force(monkeypatch):
         if kind == "rows":
             return
         chunks = (_rows.Config(2**40, 256, 4),) if kind == "chunks" else ()
-        monkeypatch.setattr(kernels, "interpreted", lambda device: False)
+        monkeypatch.setattr(kernels, "INTERPRETED", False)
         monkeypatch.setattr(kernels, "_ROWS", dict.fromkeys((2, 4, 8), chunks))
         parts = (_rows.Parts(2**40, 1024, 4),) if kind == "shared" else ()
         monkeypatch.setattr(kernels, "_PARTS", {2: parts, 4: parts, 8: ()})
@@ -824,17 +824,21 @@ def test_what_lies_between_rows_of_logits_reaches_no_result(given, monkeypatch):
     """Kernels and cuBLAS read whole vectors of memory that nobody has written."""
     dtype, M, K, N = given
     h, head, target, scale = losses.LINEAR_CROSS_ENTROPY.make(generator(0, DEVICE), dtype, M=M, K=K, N=N)
-    empty, shapes = kernels.empty, []
+    shapes = []
+
+    def poisoned(make, poison):
+        def made(*args, **options):
+            memory = make(*args, **options)
+            shapes.append(memory.shape)
+            return memory.fill_(poison) if memory.is_floating_point() else memory
+
+        return made
 
     def found(poison):
-        def poisoned(*options):
-            memory = empty(*options)
-            shapes.append(memory.shape)
-            return memory.fill_(poison)
-
-        monkeypatch.setattr(kernels, "empty", poisoned)
         own = h.clone().requires_grad_(), head.clone().requires_grad_()
-        with uncached():
+        with uncached(), monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", poisoned(torch.empty, poison))
+            patch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty, poison))
             loss = scale * fusebook.linear_cross_entropy(*own, target)
             return loss.detach(), *torch.autograd.grad(loss, own)
 
@@ -1087,7 +1091,7 @@ def test_a_chunk_is_as_many_rows_as_fit():
 @pytest.mark.parametrize("n", [1, 4096, 4097, 32768, 53249, 128256, 256000, 2**20])
 @pytest.mark.parametrize("more", [0, 1, 16])
 def test_every_element_of_a_row_belongs_to_one_program(n, size, more, monkeypatch):
-    monkeypatch.setattr(kernels, "interpreted", lambda device: False)
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[size]
     x = torch.empty(7, n + more, dtype=dtype)[:, :n]
     for dx in (None, x, torch.empty(7, n, dtype=dtype)):

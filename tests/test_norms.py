@@ -40,7 +40,7 @@ def plain(x, weight=None, bias=None, *, centred, eps=1e-5):
 @pytest.fixture
 def tables(monkeypatch):
     """The launch configs of a GPU in the interpreter, too."""
-    monkeypatch.setattr(norms, "interpreted", lambda device: False)
+    monkeypatch.setattr(norms, "INTERPRETED", False)
     with _call.uncached():
         yield
 
@@ -597,7 +597,7 @@ def launches(monkeypatch):
         found = []
         monkeypatch.setattr(norms, "gpu", lambda device: (capability, 132))
         monkeypatch.setattr(norms, "overlapping", lambda device: {})
-        monkeypatch.setattr(norms, "interpreted", lambda device: False)
+        monkeypatch.setattr(norms, "INTERPRETED", False)
         monkeypatch.setattr(norms, "workspace", lambda *_: (None, {}))
         monkeypatch.setattr(norms, "apply", lambda *_: None)
         monkeypatch.setattr(

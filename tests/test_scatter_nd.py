@@ -147,17 +147,19 @@ def test_zeros_are_written_beside_the_sort(law, rows, device, monkeypatch):
 
 def test_what_memory_held_before_names_no_row(device, monkeypatch):
     """Starts of rows without updates are never written: there may stand what looks like a start."""
-    empty = scatter.empty
+    empty, pieces = torch.empty, []
 
-    def held(shape, dtype, device):
-        memory = empty(shape, dtype, device)
-        return memory.random_(0, 50) if dtype == torch.int32 else memory
+    def held(*shape, **options):
+        memory = empty(*shape, **options)
+        if memory.dtype == torch.uint8:  # a piece of memory for all of them
+            pieces.append(memory.view(torch.int32).random_(0, 50))
+        return memory
 
-    monkeypatch.setattr(scatter, "empty", held)
+    monkeypatch.setattr(torch, "empty", held)
     for seed in range(3):
         inputs = made("uniform", device, R=300, n=50, seed=seed)
         poison([inputs[2].new_empty(inputs[0])])
-        assert right(inputs, masked(*inputs, strategy="sorted"))
+        assert right(inputs, masked(*inputs, strategy="sorted")) and len(pieces) == seed + 1
 
 
 def test_a_wrong_shared_index_of_old_is_caught(device):

@@ -292,7 +292,7 @@ def force_parts(monkeypatch):
         none = {2: (), 4: (), 8: kernels._SOFTMAX.configs[8]}
         for name in ("_SOFTMAX", "_BACKWARD"):
             monkeypatch.setattr(kernels, name, getattr(kernels, name)._replace(configs=none, parts=parts | {8: ()}))
-        monkeypatch.setattr(kernels, "interpreted", lambda device: False)
+        monkeypatch.setattr(kernels, "INTERPRETED", False)
         if not CUDA:  # programs run in turn: looking again finds nothing new
             monkeypatch.setattr(_rows, "TRIES", 0)
 
@@ -447,7 +447,7 @@ def test_what_no_kernel_holds_is_computed_by_torch(n, monkeypatch):
         monkeypatch.setattr(
             kernels, name, family._replace(library=lambda *a, f=family.library: asked.append(f) or f(*a))
         )
-    monkeypatch.setattr(kernels, "interpreted", lambda device: False)
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
     x = torch.randn(2, n, device=DEVICE, dtype=dtype)
     x[0, :5] = float("-inf")
     with _call.uncached():

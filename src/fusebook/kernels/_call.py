@@ -585,13 +585,6 @@ def lower(device: str, call: Callable[..., Any], *args: Any) -> Any:
     return call(*_cast(args, torch.get_autocast_dtype(device)))
 
 
-def lowered(*tensors: Tensor) -> list[Tensor]:
-    """Tensors as `lower` casts them, where autocast is on."""
-    device = tensors[0].device.type
-    on = _autocast() and device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
-    return _cast(tensors, torch.get_autocast_dtype(device)) if on else list(tensors)
-
-
 def wide(device: str, call: Callable[..., Any], *args: Any, like: str = "layer_norm") -> Any:
     """The rule of autocast for softmax, norms and exp: float32 on a GPU, and no cast on the CPU.
 

@@ -449,12 +449,7 @@ def first_that_fits(table: Mapping[int, Sequence[Any]], n: int, itemsize: int) -
 WIDEST = 2**20
 
 
-def interpreted(device: torch.device) -> bool:
-    """Whether kernels run in Triton's interpreter, where a program costs more than its elements."""
-    return gpu(device)[0] is None
-
-
-#: The only config in the interpreter: one block of up to 2**20 elements.
+#: The only config in the interpreter, where a program costs more than its elements: one block of up to 2**20.
 INTERPRETER = Config(limit=2**63, block=WIDEST, warps=4, elements=WIDEST)
 
 

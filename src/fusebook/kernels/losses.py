@@ -53,6 +53,7 @@ from torch.nn import Parameter
 from ._call import (
     FLOATING,
     INTEGERS,
+    INTERPRETED,
     Operator,
     _autocast,
     apply,
@@ -63,7 +64,6 @@ from ._call import (
     integer,
     launch,
     lower,
-    lowered,
     number,
     one_of,
     overlapping,
@@ -87,7 +87,6 @@ from ._rows import (
     finite_or_zero,
     first_missing,
     first_that_fits,
-    interpreted,
     load_row,
     load_row_part,
     merge_max_sum,
@@ -795,14 +794,13 @@ def _launch_config(x: Tensor, dx: Tensor | None) -> _Launch | None:
     vec = 16 // size
     tensors = [x] if dx is None or dx is x else [x, dx]
     on_vectors = all(t.data_ptr() % 16 == 0 for t in tensors)
-    interpret = interpreted(x.device)
-    config = INTERPRETER if interpret else first_that_fits(_ROWS, n, size)
+    config = INTERPRETER if INTERPRETED else first_that_fits(_ROWS, n, size)
     parts = first_that_fits(_PARTS, n, size)
-    if not interpret and n > _UNALIGNED and parts is not None and not (on_vectors and aligned(n, *tensors) == vec):
+    if not INTERPRETED and n > _UNALIGNED and parts is not None and not (on_vectors and aligned(n, *tensors) == vec):
         config = None
     if config is not None:
         # Not fewer rows of a program for few rows: the compiler would add up a row in another order.
-        constants = row_constants(config, n, m if interpret else max(1, config.elements))
+        constants = row_constants(config, n, m if INTERPRETED else max(1, config.elements))
         programs = triton.cdiv(m, constants["ROWS"])
         return _Launch(min(programs, _MOST_PROGRAMS) if constants["CHUNKS"] == 1 else programs, constants)
     if parts is None:
@@ -1808,9 +1806,8 @@ def linear_cross_entropy(
     learned = getattr(hidden, "requires_grad", False) or getattr(head, "requires_grad", False)
     learned = (learned or getattr(bias, "requires_grad", False)) and torch.is_grad_enabled()
     if learned and isinstance(hidden, Tensor) and isinstance(head, Tensor):
-        if _autocast():
-            hidden, head, *low = lowered(hidden, head, *([] if bias is None else [bias]))
-            bias = low[0] if low else None
+        if _autocast() and torch.is_autocast_enabled(hidden.device.type):
+            hidden, head, bias = lower(hidden.device.type, lambda *cast: cast, hidden, head, bias)
         scaled = hidden.dtype is torch.float16 or head.dtype is torch.float16
         if torch.compiler.is_dynamo_compiling():
             plain = all([t is None or type(t) in (Tensor, Parameter) for t in (hidden, head, bias)])

@@ -38,7 +38,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._call import FLOATING, Operator, apply, contiguous, gpu, launch, number, overlapping, shapes, wide
+from ._call import FLOATING, INTERPRETED, Operator, apply, contiguous, gpu, launch, number, overlapping, shapes, wide
 from ._call import accumulated as accumulated_in
 from ._rows import (
     INTERPRETER,
@@ -53,7 +53,6 @@ from ._rows import (
     empty_result,
     first_missing,
     first_that_fits,
-    interpreted,
     layout_of,
     load_chunk,
     load_row_part,
@@ -827,19 +826,19 @@ def _norm_into(
     if not y.numel():
         apply(Tensor.fill_, scale, 1.0)
         return
-    n, size, interpret = x.shape[-1], x.element_size(), interpreted(x.device)
-    parts: Any = first_that_fits(_PARTS, n, size) if scale is None and not interpret else None
-    if n > WIDEST or (parts is None and not interpret and first_that_fits(_ROWS, n, size) is None):
+    n, size = x.shape[-1], x.element_size()
+    parts: Any = first_that_fits(_PARTS, n, size) if scale is None and not INTERPRETED else None
+    if n > WIDEST or (parts is None and not INTERPRETED and first_that_fits(_ROWS, n, size) is None):
         apply(_by_torch, y, total, scale, x, residual, weight, bias, centred, eps)
         return
     layout, ins, constants = _laid_out(
-        y, [x] if residual is None else [x, residual], lambda layout: across_constants(layout, size, interpret)
+        y, [x] if residual is None else [x, residual], lambda layout: across_constants(layout, size, INTERPRETED)
     )
     (outer, inner, n), strides = layout
     align = alignment(layout, *ins, y)
     odd = align * size < 4
     table = _ROWS_OF_SUMS if residual is not None else _ODD_ROWS if odd else _ROWS
-    config = INTERPRETER if interpret else first_that_fits(table, n, size)
+    config = INTERPRETER if INTERPRETED else first_that_fits(table, n, size)
     if odd and n * size > _UNALIGNED and parts is not None:
         config = None  # parts are loaded by whole vectors
     tensors = (ins[0], ins[1] if len(ins) > 1 else None, *(v if v is None else contiguous(v) for v in (weight, bias)))
@@ -950,7 +949,7 @@ def _backward_into(
             apply(Tensor.zero_, vector)
         return
     (capability, processors), (n, size) = gpu(x.device), (x.shape[-1], x.element_size())
-    config = INTERPRETER if interpreted(x.device) else first_that_fits(_BACKWARD_ROWS, n, size)
+    config = INTERPRETER if INTERPRETED else first_that_fits(_BACKWARD_ROWS, n, size)
     parts = first_that_fits(_BACKWARD_PARTS, n, size)
     # All parts of a row must run at once: a program would wait for those that have not begun.
     resident = 65536 // (32 * parts.warps * _BACKWARD_REGISTERS[centred]) * processors if parts else 0

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._call import Operator, apply, contiguous, launch, shapes, wide
+from ._call import INTERPRETED, Operator, apply, contiguous, launch, shapes, wide
 from ._call import accumulated as accumulated_in
 from ._rows import (
     INTERPRETER,
@@ -49,7 +49,6 @@ from ._rows import (
     finite_or_zero,
     first_missing,
     first_that_fits,
-    interpreted,
     layout_of,
     load_row,
     load_row_part,
@@ -275,27 +274,27 @@ class _Family(NamedTuple):
     library: Callable[..., None]
 
 
-def _launch(family: _Family, out: Tensor, ins: tuple[Tensor, ...], dim: int) -> None:
-    """Fill `out`. All tensors are contiguous but the last of `ins`, which may have any layout."""
-    *dense, x = ins
+def _launch(family: _Family, out: Tensor, *given: Any) -> None:
+    """Fill `out`, given tensors and an axis. All are contiguous but the last tensor, which may have any layout."""
+    *dense, x, dim = given
     layout = layout_of(dim, out, x)
     if layout is None:
         x = contiguous(x)
         layout = layout_of(dim, out, x)
         assert layout is not None
     (outer, inner, n), strides = layout
-    size, interpret = x.element_size(), interpreted(x.device)
+    size = x.element_size()
     align = alignment(layout, out, *dense, x)
-    config = INTERPRETER if interpret else first_that_fits(family.configs, n, size)
+    config = INTERPRETER if INTERPRETED else first_that_fits(family.configs, n, size)
     parts = first_that_fits(family.parts, n, size)
-    if align * size < 4 and n * size > family.unaligned and not interpret:
+    if align * size < 4 and n * size > family.unaligned and not INTERPRETED:
         config = None  # single elements of 2 bytes are loaded slowly; parts are loaded by whole vectors
     if n > WIDEST or (config is None and parts is None):
         apply(family.library, out, *dense, x, dim)
         return
     constants: dict[str, Any] | None
     if not layout.along:
-        constants = across_constants(layout, len(ins) * size, interpret)
+        constants = across_constants(layout, (len(dense) + 1) * size, INTERPRETED)
         if constants is None:
             _launch_transposed(family, out, (*dense, x), dim)
             return
@@ -321,7 +320,7 @@ def _launch_transposed(family: _Family, out: Tensor, ins: tuple[Tensor, ...], di
     ins = tuple(t if t.stride(-1) == 1 else with_adjacent_elements(t) for t in moved)
     target = out.movedim(dim, -1)
     found = target if target.stride(-1) == 1 else out.new_empty(target.shape)
-    _launch(family, found, ins, target.dim() - 1)
+    _launch(family, found, *ins, target.dim() - 1)
     if found is not target:
         copy_strided(target, found)
 
@@ -381,14 +380,6 @@ _BACKWARD = _Family(
 )  # fmt: skip
 
 
-def _into(y: Tensor, x: Tensor, dim: int) -> None:
-    _launch(_SOFTMAX, y, (x,), dim)
-
-
-def _backward_into(dx: Tensor, y: Tensor, dy: Tensor, dim: int) -> None:
-    _launch(_BACKWARD, dx, (contiguous(y), dy), dim)
-
-
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(output)
     ctx.dim = inputs[1]
@@ -428,7 +419,7 @@ _softmax: Operator = Operator(
     "(Tensor x, SymInt dim) -> Tensor",
     check=lambda x, dim: checked_axis("softmax", "x", x, dim),
     outputs=empty_result,
-    into=_into,
+    into=lambda y, x, dim: _launch(_SOFTMAX, y, x, dim),
     gradient=(_gradient, _keep),
     batched=lambda *batch: batched(_softmax, *batch),
     traced=lambda x, dim: (x, dim + x.dim() if dim < 0 else dim),
@@ -440,7 +431,7 @@ _softmax_backward: Operator = Operator(
     "(Tensor y, Tensor dy, SymInt dim) -> Tensor",
     check=_check_backward,
     outputs=empty_result,
-    into=_backward_into,
+    into=lambda dx, y, dy, dim: _launch(_BACKWARD, dx, contiguous(y), dy, dim),
     gradient=(_second_gradient, _keep_backward),
     batched=lambda *batch: batched(_softmax_backward, *batch),
 )
