@@ -619,11 +619,8 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """A gradient for each argument."""
         op, lengths = ctx.what.op, ctx.what.lengths
-        for g in gradients:
-            if g is None or g.is_neg():
-                gradients = tuple(map(as_it_is, gradients))
-                break
-        found = op.rule(ctx, list(gradients)) if op.listed else op.rule(ctx, *gradients)
+        given = [g.resolve_neg() if g is not None and g.is_neg() else g for g in gradients]
+        found = op.rule(ctx, given) if op.listed else op.rule(ctx, *given)
         found = found if isinstance(found, tuple) else (found,)
         if lengths is not None:
             found = [[g] if n is None else [None] * n if g is None else g for g, n in zip(found, lengths, strict=True)]
