@@ -1346,10 +1346,6 @@ def _launch_chunks(points: Tensor, labels: Tensor, k: int, sums: Tensor | None =
     return sums
 
 
-def _update_outputs(points: Tensor, labels: Tensor, k: int, old: Tensor | None) -> Tensor:
-    return points.new_empty((k, points.shape[1]))
-
-
 def _update_into(
     out: Tensor, points: Tensor, labels: Tensor, k: int, old: Tensor | None, **late: bool
 ) -> None:  # fmt: skip
@@ -1370,10 +1366,6 @@ def _update_into(
     else:
         parts = _launch_chunks(points, labels, k)
     _launch_means(out, parts, old)
-
-
-def _step_outputs(points: Tensor, centres: Tensor, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _assign_outputs(points, centres, label_dtype), centres.new_empty(centres.shape)
 
 
 def _labelled(
@@ -1430,10 +1422,6 @@ def _sums_into(
     else:
         memory = sums.flatten(1)
         _grouped(_labelled(labels, points, centres, label_dtype, memory), d, k, memory)
-
-
-def _means_into(out: Tensor, sums: Tensor, old: Tensor) -> None:
-    _launch_means(out, sums.flatten(1), contiguous(old))
 
 
 # Arguments -----------------------------------------------------------------------------------------------------------
@@ -1601,7 +1589,7 @@ _update = Operator(
     "kmeans_update",
     "(Tensor points, Tensor labels, SymInt k, Tensor? centres) -> Tensor",
     check=_check_update,
-    outputs=_update_outputs,
+    outputs=lambda points, labels, k, old: points.new_empty((k, points.shape[1])),
     into=_update_into,
     read=_read_update,
 )
@@ -1611,7 +1599,7 @@ _step = Operator(
     "kmeans_step",
     "(Tensor points, Tensor centres, ScalarType label_dtype) -> (Tensor, Tensor)",
     check=functools.partial(_check_assign, name="kmeans_step"),
-    outputs=_step_outputs,
+    outputs=lambda points, centres, dtype: (_assign_outputs(points, centres, dtype), centres.new_empty(centres.shape)),
     into=_step_into,
     modes=torch.are_deterministic_algorithms_enabled,
 )
@@ -1634,7 +1622,7 @@ _means = Operator(
     "(Tensor sums, Tensor old) -> Tensor",
     check=_check_means,
     outputs=lambda sums, old: old.new_empty(old.shape),
-    into=_means_into,
+    into=lambda out, sums, old: _launch_means(out, sums.flatten(1), contiguous(old)),
 )
 
 

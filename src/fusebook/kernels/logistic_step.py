@@ -543,12 +543,6 @@ def _step_into(
     _launch_step(X, y, w, b, lr, l2, outs, _workspace(X, plan), plan)
 
 
-def _fit_outputs(
-    X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, steps: int, on_chip: bool | None
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return w.new_empty(w.shape), torch.empty_like(b), w.new_empty((steps,))
-
-
 def _fit_into(
     outs: tuple[Tensor, Tensor, Tensor], X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: float, steps: int,
     on_chip: bool | None,
@@ -635,10 +629,6 @@ def _refuse_other_targets(name: str, y: Tensor) -> None:
     )
 
 
-def _check_step(X: Any, y: Any, w: Any, b: Any, lr: Any, l2: Any, check: bool) -> tuple[Any, ...]:
-    return X, y, w, b, *_check("logistic_step", X, y, w, b, lr, l2)
-
-
 def _check_fit(
     X: Any, y: Any, w: Any, b: Any, lr: Any, l2: Any, check: bool, steps: Any, on_chip: Any
 ) -> tuple[Any, ...]:
@@ -663,7 +653,7 @@ def _read(name: str, X: Tensor, y: Tensor, w: Tensor, b: Tensor, lr: float, l2: 
 _step = Operator(
     "logistic_step",
     "(Tensor X, Tensor y, Tensor w, Tensor b, float lr, float l2) -> (Tensor, Tensor, Tensor)",
-    check=_check_step,
+    check=lambda X, y, w, b, lr, l2, check: (X, y, w, b, *_check("logistic_step", X, y, w, b, lr, l2)),
     outputs=_step_outputs,
     into=_step_into,
     read=functools.partial(_read, "logistic_step"),
@@ -673,7 +663,7 @@ _fit = Operator(
     "(Tensor X, Tensor y, Tensor w, Tensor b, float lr, float l2, SymInt steps, bool? on_chip)"
     " -> (Tensor, Tensor, Tensor)",
     check=_check_fit,
-    outputs=_fit_outputs,
+    outputs=lambda X, y, w, b, lr, l2, steps, _: (w.new_empty(w.shape), torch.empty_like(b), w.new_empty((steps,))),
     into=_fit_into,
     read=functools.partial(_read, "logistic_fit"),
 )

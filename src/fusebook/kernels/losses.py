@@ -1463,12 +1463,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     x, target, *weight = ctx.saved_tensors
-    return _again(x, target, weight[0] if weight else None, ctx.rest, g), *[None] * (2 + len(ctx.rest))
-
-
-def _again(x: Tensor, target: Tensor, weight: Tensor | None, rest: Any, g: Tensor) -> Tensor:
-    """The gradient, given that of the loss."""
-    return _both(x, target, weight, *rest, False, g)[1]  # type: ignore[no-any-return]
+    _, dx = _both(x, target, *(weight or [None]), *ctx.rest, False, g)
+    return dx, *[None] * (2 + len(ctx.rest))
 
 
 _cross_entropy = Operator(

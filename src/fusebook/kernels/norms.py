@@ -1048,10 +1048,6 @@ def _name(centred: bool) -> str:
     return "layer_norm" if centred else "rms_norm"
 
 
-def _with_sum(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return empty_result(x), empty_result(x)
-
-
 def _with_scale(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *rest: Any) -> list[Tensor]:
     quantised = [x.new_empty(x.shape, dtype=rest[-1]), x.new_empty((*x.shape[:-1], 1), dtype=accumulated_in(x.dtype))]
     return quantised if residual is None else [*quantised, empty_result(x)]
@@ -1111,7 +1107,7 @@ _add_norm: Operator = Operator(
     "add_norm",
     "(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, bool centred, float eps) -> (Tensor, Tensor)",
     check=_check_sum,
-    outputs=_with_sum,
+    outputs=lambda x, *_: (empty_result(x), empty_result(x)),
     into=lambda found, *rest: _norm_into(found[0], found[1], None, *rest),
     gradient=(_gradients_of_sum, _keep),
     traced=lambda *given: given,

@@ -666,10 +666,6 @@ def _asked(x: Tensor, weights: Any, tf32: bool | None, strategy: Any) -> bool:
     return tf32 is None and x.dtype is torch.float32 and _tf32_allowed()
 
 
-def _concat_outputs(x: Tensor, weights: Sequence[Tensor], tf32: bool, strategy: str) -> Tensor:
-    return x.new_empty((*x.shape[:-1], sum(w.shape[1] for w in weights)))
-
-
 def _concat_into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, strategy: str) -> None:
     """An empty `strategy` leaves the choice to the table."""
     if x.shape[-1] == 0:
@@ -897,7 +893,7 @@ _operator_concat = Operator(
     "concat_gemm",
     "(Tensor x, Tensor[] weights, bool tf32, str strategy) -> Tensor",
     check=_concat_check,
-    outputs=_concat_outputs,
+    outputs=lambda x, weights, *_: x.new_empty((*x.shape[:-1], sum(w.shape[1] for w in weights))),
     into=_concat_into,
     places=_asked,
     gradient=(_concat_backward, _concat_keep),

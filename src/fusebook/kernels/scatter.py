@@ -730,10 +730,6 @@ def _launch_grouped(
     )  # fmt: skip
 
 
-def _gather_outputs(source: Tensor, indices: Tensor, masked: int | None) -> Tensor:
-    return source.new_empty((*indices.shape[:-1], *source.shape[indices.shape[-1] :]))
-
-
 def _gather_into(out: Tensor, source: Tensor, indices: Tensor, masked: int | None) -> None:
     """The rows of `source` that indices ``[..., k]`` name, zeros for an index that names none."""
     k = indices.shape[-1]
@@ -890,7 +886,7 @@ _gather = Operator(
     "gather_nd",
     "(Tensor source, Tensor indices, int? masked) -> Tensor",
     check=lambda *valid: valid,
-    outputs=_gather_outputs,
+    outputs=lambda x, indices, _: x.new_empty((*indices.shape[:-1], *x.shape[indices.shape[-1] :])),
     into=_gather_into,
     gradient=(_gradient_of_source, _keep_for_scatter),
 )
