@@ -537,11 +537,6 @@ def aligned(n: int, *tensors: Tensor | None) -> int:
     return math.gcd(n, *steps, *(16 // t.element_size() for t in tensors if t is not None))
 
 
-def empty_result(x: Tensor, *_: Any) -> Tensor:
-    """Contiguous memory of the shape, dtype and device of `x`."""
-    return x.new_empty(x.shape)
-
-
 def batched(op: Operator, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
     """The rule under torch.vmap: the batch becomes the first axis, and `dim` moves by one."""
     *tensors, dim = arguments

@@ -81,7 +81,6 @@ from ._rows import (
     accumulated,
     aligned,
     contiguous_rows,
-    empty_result,
     fast_exp,
     fill,
     finite_or_zero,
@@ -1478,7 +1477,7 @@ _cross_entropy = Operator(
 _both = Operator(
     "cross_entropy_with_gradient", f"(Tensor x, {_TERMS}, Tensor? scale) -> (Tensor, Tensor)",
     check=_check,
-    outputs=lambda x, target, _, reduction, *rest: (_loss_memory(x, target, reduction), empty_result(x)),
+    outputs=lambda x, target, _, reduction, *rest: (_loss_memory(x, target, reduction), x.new_empty(x.shape)),
     into=lambda found, x, target, *rest: _entropy_into(found[0], found[1], x, target, rest[-1], Terms(*rest[:-1])),
     read=_read,
     gradient=_first_only("cross_entropy"),

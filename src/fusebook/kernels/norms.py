@@ -50,7 +50,6 @@ from ._rows import (
     accumulated,
     across_constants,
     alignment,
-    empty_result,
     first_missing,
     first_that_fits,
     layout_of,
@@ -1050,7 +1049,7 @@ def _name(centred: bool) -> str:
 
 def _with_scale(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *rest: Any) -> list[Tensor]:
     quantised = [x.new_empty(x.shape, dtype=rest[-1]), x.new_empty((*x.shape[:-1], 1), dtype=accumulated_in(x.dtype))]
-    return quantised if residual is None else [*quantised, empty_result(x)]
+    return quantised if residual is None else [*quantised, x.new_empty(x.shape)]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -1083,7 +1082,7 @@ def _under_autocast(device: str, call: Any, x: Tensor, residual: Tensor, *rest: 
 
 
 def _gradients_like(x: Tensor, dy: Any, dtotal: Any, *vectors: Any) -> list[Tensor]:
-    return [empty_result(x), *(empty_result(v) for v in vectors[:2] if v is not None)]
+    return [x.new_empty(x.shape), *(v.new_empty(v.shape) for v in vectors[:2] if v is not None)]
 
 
 _norm_backward: Operator = Operator(
@@ -1097,7 +1096,7 @@ _norm: Operator = Operator(
     "norm",
     "(Tensor x, Tensor? weight, Tensor? bias, bool centred, float eps) -> Tensor",
     check=lambda *given: _check("{}", {}, *given),
-    outputs=empty_result,
+    outputs=lambda x, *_: x.new_empty(x.shape),
     into=lambda y, x, *rest: _norm_into(y, None, None, x, None, *rest),
     gradient=(_gradients, _keep),
     traced=lambda *given: given,
@@ -1107,7 +1106,7 @@ _add_norm: Operator = Operator(
     "add_norm",
     "(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, bool centred, float eps) -> (Tensor, Tensor)",
     check=_check_sum,
-    outputs=lambda x, *_: (empty_result(x), empty_result(x)),
+    outputs=lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)),
     into=lambda found, *rest: _norm_into(found[0], found[1], None, *rest),
     gradient=(_gradients_of_sum, _keep),
     traced=lambda *given: given,
