@@ -651,6 +651,26 @@ def test_a_chain_without_a_mask_loses_its_zeros():
     assert domains(export.fuse(changed(unmasked))) == [("fusebook", "ScatterNDOfShape")]
 
 
+def test_a_chain_within_a_function_stays():
+    pytest.importorskip("onnxscript")
+    body = [
+        oh.make_node("ConstantOfShape", ["shape"], ["zeros"]),
+        oh.make_node("ScatterND", ["zeros", "indices", "updates"], ["sums"], reduction="add"),
+    ]
+    given = ["shape", "indices", "updates"]
+    standard, own = oh.make_opsetid("", 18), oh.make_opsetid("own", 1)
+    function = oh.make_function("own", "Sum", given, ["sums"], body, [standard])
+    nodes = [oh.make_node("Sum", given, ["sums"], domain="own"), oh.make_node("Neg", ["sums"], ["y"])]
+    kinds = [(7, [2]), (7, [3, 1]), (1, [3, 2])]
+    inputs = [oh.make_tensor_value_info(name, *kind) for name, kind in zip(given, kinds, strict=True)]
+    graph = oh.make_graph(nodes, "g", inputs, [oh.make_tensor_value_info("y", 1, [None, None])])
+    proto = oh.make_model(graph, opset_imports=[standard, own], functions=[function], ir_version=10)
+    x = torch.tensor([4, 2]), torch.tensor([[0], [3], [0]]), torch.ones(3, 2)
+    for fused in (export.fuse(proto), proto):  # ONNX Runtime infers no type of a custom operator in a function
+        y = Graph(fused, device="cpu", ops=NODES)(dict(zip(given, x, strict=True)))["y"]
+        assert y.tolist() == [[-2, -2], [0, 0], [0, 0], [-1, -1]]
+
+
 def _ones(graph):
     graph.node[0].attribute[0].t.float_data[:] = [1.0]
 

@@ -341,7 +341,7 @@ def fuse(model: Any) -> Any:
         replace or that are in another file, integers, indices of several components under a mask, updates that Where
         broadcasts, zeros that another node reads), or of which that is not known, stays as it is. Sizes are known to be
         equal where they are the same number or have the same name. A MatMulNBits with ``g_idx`` stays too, with a
-        warning.
+        warning, and so do the model's functions.
 
     Raises
     ------
@@ -469,5 +469,9 @@ def fuse(model: Any) -> Any:
         commute=True,
     )
     with understood("fuse"):
+        # ONNX Runtime infers no type from a node of a custom operator within a function.
+        kept_functions = {**whole.functions}
+        whole.functions.clear()
         fused = rewrite(whole, pattern_rewrite_rules=rules)
+        fused.functions.update(kept_functions)
         return onnx_ir.to_proto(fused) if proto else fused
