@@ -323,6 +323,25 @@ def test_a_step_by_a_scaler_reads_nothing_back(device, monkeypatch):
     assert {s["step"].item() for s in optimizer.state.values()} == {3}
 
 
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_refused_step_by_a_scaler_leaves_no_scale(unscale, device):
+    lists = [[torch.nn.Parameter(torch.ones(4, 4, device=device))] for _ in BOTH]
+    for kind, (p,) in zip(BOTH, lists, strict=True):
+        optimizer, scaler = kind([p], lr=0.1), torch.amp.GradScaler(device, init_scale=8.0)
+        for i, layout in enumerate((torch.strided, torch.sparse_coo, torch.strided)):
+            p.grad = torch.eye(4, device=device) * scaler.scale(torch.ones((), device=device)) * (i + 1)
+            if layout is torch.strided:
+                scaler.step(optimizer)
+            else:
+                p.grad = p.grad.to_sparse()
+                if unscale:
+                    scaler.unscale_(optimizer)
+                with pytest.raises((TypeError, RuntimeError), match="sparse"):
+                    scaler.step(optimizer)
+            scaler.update()
+    close(*lists)
+
+
 def test_a_scale_that_is_no_tensor_is_refused(device):
     ps = parameters(device)
     optimizer = AdamW(ps)

@@ -196,11 +196,16 @@ class AdamW(torch.optim.AdamW):
         capturing = _capturing()
         # Each group is looked at after the one before is stepped, which may have counted a step of the same parameter.
         launches = ((group, *made) for group in self.param_groups for made in self._launches(group, capturing))
-        for i, (group, launch, grads) in enumerate(launches):
-            seed = group.get("seed")
-            if seed is not None:
-                seed = (_seed(seed) + i * 0x9E3779B1) % 0x7FFFFFFF  # more is not used
-            self._launch(group, launch, grads, seed, scaling)
+        try:
+            for i, (group, launch, grads) in enumerate(launches):
+                seed = group.get("seed")
+                if seed is not None:
+                    seed = (_seed(seed) + i * 0x9E3779B1) % 0x7FFFFFFF  # more is not used
+                self._launch(group, launch, grads, seed, scaling)
+        except Exception:
+            for key in _SCALING:  # a GradScaler deletes them after a step that returns, else its next one takes both
+                vars(self).pop(key, None)
+            raise
         if len(states) != len(self._states):
             self._keys, self._states = [*states], [*states.values()]
         return loss
