@@ -196,7 +196,7 @@ def test_parameters_without_gradient_are_left_and_count_their_own_steps(capturab
 
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_program_may_write_to_the_count_of_one_parameter(loaded, device):
-    lists = [parameters(device) for _ in BOTH]
+    lists = [parameters(device)[1:] for _ in BOTH]
     for kind, ps in zip(BOTH, lists, strict=True):
         optimizer = after(kind(ps, lr=0.1), ps, 3)
         if loaded:
@@ -206,6 +206,18 @@ def test_a_program_may_write_to_the_count_of_one_parameter(loaded, device):
         for state in optimizer.state.values():
             state["step"] += 5
         after(optimizer, ps, 2, 5)
+        optimizer.state[ps[1]]["step"].data.fill_(3.0)  # which leaves no new version
+        after(optimizer, ps, 2, 7)
+    close(*lists)
+
+
+def test_a_group_may_get_an_iterator(device):
+    lists = [parameters(device) for _ in BOTH]
+    for kind, ps in zip(BOTH, lists, strict=True):
+        optimizer = kind(ps, lr=0.1)
+        for i in range(3):
+            optimizer.param_groups[0]["params"] = iter(ps)
+            after(optimizer, ps, 1, i)
     close(*lists)
 
 

@@ -36,7 +36,7 @@ class _Launch:
     count: Tensor  # on the device one number that all share, else a number for each
     counts: list[Tensor] = dataclasses.field(default_factory=list)  # what the states have of it
     done: int = -1  # by the host; below 0 where the device counts
-    version: int = 0  # that no program has written to
+    seen: bytes | None = None  # what `count` holds where the host counts, unless a program writes to it
     check: Any = None
 
     def count_by(self, count: Tensor) -> None:
@@ -45,14 +45,14 @@ class _Launch:
 
     def count_apart(self, done: int) -> None:
         """Give each parameter a number of steps done, which a program may write to."""
-        with torch.inference_mode(False):  # else no version is kept
+        with torch.inference_mode(False):  # else nothing may write to it outside
             count = torch.tensor([float(done)] * len(self.states), device="cpu", dtype=torch.float32)
             if type(count) is Tensor:
                 self._give(count, [*count.unbind()], done)
+                self.seen = count.numpy().tobytes()
             else:  # a fake tensor has a value where it is made of a number
                 counts = [torch.tensor(float(done), device="cpu", dtype=torch.float32) for _ in self.states]
                 self._give(count, counts, done)
-        self.version = count._version
 
     def count_on(self) -> None:
         """Count a step on the host."""
@@ -60,10 +60,10 @@ class _Launch:
             self.count_apart(self.done + 1)
             return
         self.count.add_(1)
-        self.done, self.version = self.done + 1, self.count._version
+        self.done, self.seen = self.done + 1, self.count.numpy().tobytes()
 
     def _give(self, count: Tensor, counts: list[Tensor], done: int) -> None:
-        self.count, self.counts, self.done = count, counts, done
+        self.count, self.counts, self.done, self.seen = count, counts, done, None
         for s, own in zip(self.states, counts, strict=True):
             s["step"] = own
 
@@ -72,7 +72,8 @@ class _Launch:
         grads = [p.grad for p in self.params]
         counts = [s.get("step") for s in self.states]
         known = self.check is not None and self.check(*grads) and _same(counts, self.counts)
-        known = known and (self.done < 0 or self.count._version == self.version)
+        # Bytes, since a write by `data` or NumPy leaves no new version.
+        known = known and (self.seen is None or self.count.numpy().tobytes() == self.seen)
         return grads if known else None
 
 
@@ -137,7 +138,8 @@ class AdamW(torch.optim.AdamW):
     leaves gradients scaled, unless ``unscale_`` was called.
 
     Where steps are counted on the device, parameters share the tensor ``step`` in their states. To change the number
-    of one of them, replace that tensor instead of writing to it.
+    of one of them, replace that tensor instead of writing to it. Elsewhere a program may do both, but give ``step`` no
+    other memory by ``data`` or ``set_``.
 
     The averages have the dtype of their parameter, as in `torch.optim.AdamW`.
 
@@ -220,6 +222,8 @@ class AdamW(torch.optim.AdamW):
                 "AdamW: expected groups with decoupled_weight_decay=True, got False, which adds the decay to the "
                 "gradient; use torch.optim.Adam"
             )
+        if not hasattr(group["params"], "__len__"):  # an iterator that a program has put there
+            group["params"] = [*group["params"]]
         kept = None if capturing else self._kept.get(id(group))
         if kept is not None and all(again := kept.again(group)):
             return [*zip(kept.launches, again, strict=True)]
