@@ -740,6 +740,13 @@ def test_copies_are_worth_it():
     assert kernels._pads(5000, 1025, 40, 2, **options) and not kernels._pads(5000, 1026, 40, 2, **options)
 
 
+def test_a_longer_head_is_worth_its_copy():
+    """Where many hidden states are multiplied by it."""
+    options = {"products": 3, "copies": 2}
+    assert kernels._fills(137005, 2560, 393, **options) and not kernels._fills(40, 2560, 393, **options)
+    assert not kernels._fills(3, 1280, 100277, **options) and not kernels._fills(10**4, 8, 9, **options)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("size", [(7, 19, 13), (3, 2000, 4203)], ids=str)
 def test_logits_of_a_scaled_loss_are_kept_for_one_backward_pass(size, reduction, monkeypatch):
@@ -887,6 +894,8 @@ PRODUCTS = {
     "copied": (torch.bfloat16, (7, 19, 21), {"PADDED": (0, -1)}),
     "raised": (torch.float16, (7, 16, 24), {"FEW_CLASSES": 0}),
     "raised and copied": (torch.float16, (7, 19, 21), {"FEW_CLASSES": 0, "PADDED": (0, -1)}),
+    "with a longer head": (torch.bfloat16, (7, 16, 21), {"FILLED": (0, -1)}),
+    "raised with a longer head": (torch.float16, (7, 16, 21), {"FEW_CLASSES": 0, "FILLED": (0, -1)}),
     "in two pieces": (torch.bfloat16, (7, 16, 21), {"APART": (1, 1)}),
     "raised in two pieces": (torch.float16, (7, 16, 21), {"APART": (1, 1), "FEW_CLASSES": 0}),
     "of few classes": (torch.bfloat16, (70, 19, 5), {}),

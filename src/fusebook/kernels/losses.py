@@ -1017,6 +1017,8 @@ CHUNK_BYTES = 2**30
 APART = 1024, 2**32
 #: Multiplications that a matmul of unaligned rows loses while a byte is copied, and while a copy is launched.
 PADDED = 8, 2**23
+#: The same of classes that are no whole vector.
+FILLED = 16, 2**27
 #: Whether fp16 logits are kept for the backward pass.
 KEPT = True
 #: By how much fp16 gradients of logits are raised at most: those of a row with a scale of 1 and a million classes
@@ -1068,6 +1070,15 @@ def _pads(m: int, k: int, n: int, itemsize: int, *, on_vectors: bool, products: 
     if k % 2 == 0 and n < m:
         a_byte *= 4
     return products * m * k * n > copies * ((m + n) * k * itemsize * a_byte + a_launch)
+
+
+def _fills(m: int, k: int, n: int, *, products: int, copies: int) -> bool:
+    """Whether the head is copied with zeros behind its classes, for so many matmuls of whole vectors of classes.
+
+    cuBLAS multiplies slower where the number of classes is no multiple of 8, even if rows begin at whole vectors.
+    """
+    a_byte, a_launch = FILLED
+    return products * m * k * n > copies * (2 * n * k * a_byte + a_launch)
 
 
 def _keeps(m: int, k: int, n: int, itemsize: int) -> bool:
@@ -1150,8 +1161,10 @@ class _Head:
     ) -> None:
         (m, k), n, size = h.shape, len(head), h.element_size()
         on_vectors = not any(t.stride(0) * size % 16 or t.data_ptr() % 16 for t in (h, head))
-        self.padded = _pads(m, k, n, size, on_vectors=on_vectors, products=products, copies=copies)
+        self.copied = _pads(m, k, n, size, on_vectors=on_vectors, products=products, copies=copies)
         self.pitch, self.pieces = _pieces(m, k, n, size, on_vectors=on_vectors)
+        few = len(self.pieces) == 1 and self.pitch > n and k % 8 == 0
+        self.padded = self.copied or (few and _fills(m, k, n, products=products, copies=copies // 2))
         self.width, self.classes, self.factor = k, n, head
         self.bias = None if bias is None else contiguous(bias)
         if self.padded:
@@ -1159,7 +1172,8 @@ class _Head:
             self.pieces = (slice(0, self.pitch),)
             self.factor = self.memory(self.pitch)
             _copy_into(self.factor, head)
-            self.copies = self.memory(rows)
+            if self.copied:
+                self.copies = self.memory(rows)
             if bias is not None:
                 longer = h.new_empty((1, self.pitch))
                 _copy_into(longer, bias[None])
@@ -1174,7 +1188,7 @@ class _Head:
 
     def states(self, h: Tensor, target: Tensor, ignored: int) -> Tensor:
         """Hidden states as they are multiplied."""
-        if not self.padded:
+        if not self.copied:
             return h
         states = self.copies[: len(h)]
         _copy_into(states, h, target, ignored)
@@ -1227,7 +1241,7 @@ class _Gradients:
         if raised is not None:
             self.wide = torch.empty((rows, head.width), dtype=torch.float32, device=device)
             self.lifted = head.memory(rows)
-        elif head.padded:
+        elif head.copied:
             self.near = head.memory(rows)
 
     def add(self, part: slice, dx: Tensor, states: Tensor, target: Tensor) -> None:
@@ -1243,7 +1257,7 @@ class _Gradients:
             _copy_into(lifted, states, *ignored, rest)
             if ones is not None:
                 apply(Tensor.copy_, ones[:, 0], rest)
-        elif head.padded:
+        elif head.copied:
             near, lifted = self.near[:count], states
             head.backward(near, dx)
             _copy_into(dh, near[:, : dh.shape[1]], *ignored)
