@@ -17,6 +17,7 @@ neighbouring columns are in the two halves of a word, as an mma wants pairs.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -298,9 +299,13 @@ def _added_blocks(
 def _quantized(
     y_ptr, x_ptr, w_ptr, s_ptr, z_ptr, gate_w_ptr, gate_s_ptr, gate_z_ptr, bias_ptr, M, N, K, blocks, groups,
     SLICES: tl.constexpr, ABREAST: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PLAIN: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PLAIN: tl.constexpr, ALIGN: tl.constexpr = 1,
 ):  # fmt: skip
-    """``y[M, N] = x[M, K] @ w[N, K].T``, and a bias; with a gate, ``silu(x @ gate.T) * y``."""
+    """``y[M, N] = x[M, K] @ w[N, K].T``, and a bias; with a gate, ``silu(x @ gate.T) * y``.
+
+    K is counted in units of ALIGN columns, so that Triton sees where rows of x begin at multiples of 16 bytes.
+    """
+    K = K * ALIGN
     C: tl.constexpr = 512 // BITS
     BATCH: tl.constexpr = SLICES * ABREAST
     half: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
@@ -789,10 +794,12 @@ def _into(
     if gate:
         how |= {"DEPTH": 1, "ROWS": 1}  # a gate fills the registers of a second block
     grid = -(-tiles // (how["ROWS"] * how["ABREAST"])), -(-M // (8 * how["TILES"]))
+    align = math.gcd(K, 8)
+    sizes = M, N, K // align, blocks, scales.shape[1]
     launch(
-        _quantized, grid, out, flat, words, scales, zeros, *_three(gate), bias, M, N, K, blocks, scales.shape[1],
-        **how, PARTS=max(1, 512 // bits // (group or 2**30)),
-        num_warps=how["SLICES"] * how["ABREAST"], num_stages=1, **_constants(bits, group, x.device),
+        _quantized, grid, out, flat, words, scales, zeros, *_three(gate), bias, *sizes, **how, ALIGN=align,
+        PARTS=max(1, 512 // bits // (group or 2**30)), num_warps=how["SLICES"] * how["ABREAST"], num_stages=1,
+        **_constants(bits, group, x.device),
     )  # fmt: skip
 
 
