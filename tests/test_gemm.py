@@ -561,8 +561,10 @@ def test_what_no_descriptor_describes_is_copied_where_many_rows_need_it(column, 
     if len(widths) == 2:
         assert is_right(SWIGLU, fusebook.swiglu(x, *weights), (x, *weights))
     copied.clear()
-    for given in ({"strategy": "views"}, {}):  # torch takes them as they are; few rows read each weight once
-        fusebook.concat_gemm(x if given else x[:64], weights, **given)
+    fusebook.concat_gemm(x, weights, strategy="views")  # torch takes them as they are
+    monkeypatch.setattr(products, "_CACHED", 0)  # few rows read each of some large weights once
+    assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, weights), (x, *weights))
+    assert is_right(SWIGLU, fusebook.swiglu(x, weights[0], weights[0]), (x, weights[0], weights[0]))
     assert not copied
 
 
@@ -587,6 +589,54 @@ def test_tiles_that_the_copy_engine_stores_in_halves_are_right(device):
     out = x.new_empty(70, 212)
     products._launch_concat(out, x, weights, "float32", "row", Config(ANY, ANY, 64, 64, 32, 3, 4, bulk=2))
     assert is_right(CONCAT_GEMM, out, (x, *weights))
+
+
+@pytest.mark.parametrize(
+    ("M", "K", "widths", "split"),
+    [
+        (8, 7168, (2048, 2048), 2),  # 128 tiles of 28 steps, for 264 programs
+        (8, 7168, (2048, 2048, 1024), 1),
+        (8, 14096, (40,), 14),  # 56 steps for 16 parts would leave one without any
+        (8, 3072, (1024, 1024), 2),  # shorter sums, for 132 programs
+        (8, 4096, (3072, 1024), 1),
+        (8, 3071, (40,), 1),
+    ],
+)
+def test_programs_that_are_too_few_divide_the_sum(M, K, widths, split, monkeypatch):
+    monkeypatch.setattr(products, "gpu", lambda device: ((9, 0), 132))
+    x = torch.empty(M, K, dtype=torch.float16, device="meta")
+    c = products._fitted(Config(ANY, ANY, 16, 32, 256, 3, 4, bulk=1), M, K, widths, 1, x)
+    assert (c.split, c.bulk) == (split, int(split == 1)) and (c.bn, c.bk) == (32, 256)
+
+
+def test_no_step_is_longer_than_the_sum_and_no_part_is_empty(monkeypatch):
+    monkeypatch.setattr(products, "gpu", lambda device: ((9, 0), 132))
+    long = Config(ANY, ANY, 16, 32, 256, 3, 4, split=4)
+    for K, bn, bk, split in ((48, 128, 64, 1), (100, 64, 128, 1), (200, 32, 256, 1), (600, 32, 256, 3)):
+        c = products._fitted(long, 16, K, [4096], 1, torch.empty(16, K, device="meta"))
+        assert (c.bn, c.bk, c.split) == (bn, bk, split)
+
+
+def test_a_tall_matrix_is_read_once(launched, device):
+    """Weights that are small next to x are copied side by side, for one product."""
+    for M, widths, strategy, launches in (
+        (4096, (128, 128), "", [("column", 1)]),
+        (4096, (128, 256), "", [("row", 2)]),
+        (4096, (128, 128), "fused", [("row", 2)]),
+    ):
+        multiply(M, 64, *widths, strategy=strategy)
+        assert [how[1:] for how in launched] == launches
+        launched.clear()
+    multiply(2**17, 64, 128, 128)
+    assert launched == ["torch"]
+
+
+@pytest.mark.parametrize("column", [False, True])
+def test_a_product_of_a_tall_matrix_is_right(column, device):
+    x = drawn(300, 40, device=device)
+    weights = [drawn(n, 40, device=device).T if column else drawn(40, n, device=device) for n in (9, 4, 1)]
+    poison([x.new_empty(300, 14)])
+    assert is_right(CONCAT_GEMM, fusebook.concat_gemm(x, weights), (x, *weights))
 
 
 @pytest.mark.parametrize("split", [2, 4, 8])

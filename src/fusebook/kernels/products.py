@@ -13,10 +13,12 @@ and read 2MN to copy it. `swiglu` writes neither product. The unfused chain writ
 All weights go through one launch. Programs take tiles of the output, and tensor descriptors (TMA) fetch tiles of x and
 of the weights: rows, or columns, must be dense and begin at multiples of 16 bytes. Sums are float32. Float32 is
 multiplied in TF32 where that is asked for, else by three products in TF32, with errors as those of float32. A table
-gives the tiles for each size. Where torch's matmul was faster when the table was measured, it says so.
+gives the tiles for each size. Where torch's matmul was faster when the table was measured, it says so. Programs that
+would be too few for the GPU divide long sums.
 
-Unusual layouts (of other strides or addresses, more than four weights, rows of weights for swiglu) are copied first or
-passed to torch. Results are correct there; speed has no target.
+Weights that are narrow next to the rows of x are copied side by side, so that x is read once. Unusual layouts (of other
+strides or addresses, more than four weights, rows of weights for swiglu) are copied first or passed to torch. Results
+are correct there; speed has no target.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from ._call import (
     launch,
     lower,
     one_of,
+    overlapping,
     recorder,
     shapes,
     watched,
@@ -261,16 +264,24 @@ def _pair(g_ptr, u_ptr, bias_ptr, at, mask, SIZE, N, BIAS: tl.constexpr, SPLIT: 
 
 
 @triton.jit
-def _join(out_ptr, parts_ptr, bias_ptr, SIZE, N, BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+def _join(
+    out_ptr, parts_ptr, bias_ptr, SIZE, N, BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    LATE: tl.constexpr = False,
+):  # fmt: skip
     """Products from the parts of their sums; what concerns a bias is for the other passes."""
+    _take_over(LATE)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     y = _sum(parts_ptr, at, at < SIZE, SIZE, SPLIT)
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=at < SIZE)
 
 
 @triton.jit
-def _gate(out_ptr, g_ptr, u_ptr, bias_ptr, SIZE, N, BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+def _gate(
+    out_ptr, g_ptr, u_ptr, bias_ptr, SIZE, N, BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    LATE: tl.constexpr = False,
+):  # fmt: skip
     """SwiGLU from both products, in a pass that may overwrite one of them."""
+    _take_over(LATE)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     mask = at < SIZE
     g, u = _pair(g_ptr, u_ptr, bias_ptr, at, mask, SIZE, N, BIAS, SPLIT)
@@ -322,7 +333,7 @@ class Config(NamedTuple):
     stages: int  # steps that are in flight together
     warps: int
     bulk: int = 0  # parts in which the copy engine stores a tile, where a program a multiprocessor walks over tiles
-    split: int = 1  # parts that a sum is cut into; a second kernel adds them
+    split: int = 1  # parts that a sum is cut into, at least; a second kernel adds them
     instead: str = ""  # "torch": its matmul was faster. "columns": copying rows of weights into columns was
 
 
@@ -344,6 +355,9 @@ TABLES: dict[str, dict[str, tuple[Config, ...]]] = {
         "half row": _HALF,
         "half column": _HALF,
         "tf32 row": (
+            Config(16, ANY, 16, 64, 64, 3, 4, split=4),
+            Config(32, ANY, 32, 32, 64, 3, 2, split=4),
+            Config(64, ANY, 64, 32, 64, 4, 4),
             Config(ANY, 2**20, 64, 32, 128, 2, 4),
             Config(ANY, ANY, 128, 128, 32, 4, 8, instead="torch"),
         ),
@@ -438,6 +452,12 @@ def config(name: str, M: int, N: int, kind: str, capability: tuple[int, int] | N
 
 _FEW = 64  # rows of x that one tile has: each weight is fetched once, so that a copy of weights would not pay
 _MOST = 4  # weights of one launch
+_CACHED = 2**25  # bytes of weights that the L2 cache keeps: copying them takes little time, however few rows there are
+_LONG = 6144  # bytes of a row of x from which its sums are divided; from twice as many, among two programs a processor
+_SHARED = 227 * 2**10  # bytes of shared memory of a multiprocessor
+_PARTS = 16  # parts of a sum, at most
+_PART = 1024  # bytes of a row of x in a part of a sum, at least
+_THIN = 16  # rows of x for each column of all weights from which a copy of weights side by side takes no time
 _SHORT = 2**22  # elements of an output from which tiles are slower where rows begin inside a line of the cache
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -578,7 +598,31 @@ def _constants(c: Config, x: Tensor, math: str) -> dict[str, Any]:
         "WIDE": INTERPRETED and x.dtype == torch.bfloat16,
         "num_warps": c.warps,
         "num_stages": c.stages,
-    } | ({"LATE": True, "launch_pdl": True} if capability is not None and capability >= (9, 0) else {})
+    } | _late(x.device)
+
+
+def _late(device: torch.device) -> dict[str, Any]:
+    """Launch before the previous kernel has ended, where the GPU can."""
+    options = overlapping(device)
+    return {"LATE": True, **options} if options else {}
+
+
+def _fitted(c: Config, M: int, K: int, widths: Sequence[int], together: int, x: Tensor) -> Config:
+    """The config for this K: no step is much longer than K, and programs that are too few divide the sum.
+
+    `together`: weights of which a program has a tile each.
+    """
+    itemsize = x.element_size()
+    while c.bk > 64 and c.bk // 2 >= K:
+        c = c._replace(bk=c.bk // 2, bn=2 * c.bn)
+    tiles = triton.cdiv(M, c.bm) * sum(triton.cdiv(N, c.bn) for N in widths)
+    fit = _SHARED // (c.stages * (c.bm + together * c.bn) * c.bk * itemsize)
+    room = gpu(x.device)[1] * min(2, fit, K * itemsize // _LONG)
+    steps = triton.cdiv(K, c.bk)
+    split = min(_PARTS, max(c.split, min(room // max(1, tiles), K * itemsize // _PART)), steps)
+    if split <= 1:
+        return c._replace(split=1)
+    return c._replace(split=triton.cdiv(steps, triton.cdiv(steps, split)), bulk=0)  # no part is empty
 
 
 def _programs(c: Config, tiles: int, device: torch.device) -> int:
@@ -588,6 +632,7 @@ def _programs(c: Config, tiles: int, device: torch.device) -> int:
 def _launch_concat(out: Tensor, x: Tensor, weights: Sequence[Tensor], math: str, layout: str, c: Config) -> None:
     """Up to four weights of one layout, which descriptors describe, as x."""
     (M, K), LD = x.shape, out.stride(0)
+    c = _fitted(c, M, K, [w.shape[1] for w in weights], 1, x)
     all_of = (*weights, *[weights[0]] * (_MOST - len(weights)))
     widths = tuple(w.shape[1] for w in all_of)
     tiles = triton.cdiv(M, c.bm) * sum(triton.cdiv(w.shape[1], c.bn) for w in weights)
@@ -612,6 +657,7 @@ def _launch_swiglu(
 ) -> None:  # fmt: skip
     """Two weights in columns, whose distance `_stack` knows."""
     (M, K), N = x.shape, gate.shape[1]
+    c = _fitted(c, M, K, [N], 2, x)
     distance, last = _stack(gate, up) or (0, 0)
     lower = up if last else gate
     w = TensorDescriptor(lower, [2, N, K], [distance, _leading(lower, "column"), 1], [2, c.bn, c.bk])
@@ -638,7 +684,7 @@ def _elementwise(
     launch(
         kernel, (triton.cdiv(size, block),),
         *out, *inputs, out[0] if bias is None else contiguous(bias), size, out[0].shape[-1],
-        BIAS=bias is not None, SPLIT=split, BLOCK=block, num_warps=warps,
+        BIAS=bias is not None, SPLIT=split, BLOCK=block, num_warps=warps, **_late(out[0].device),
     )  # fmt: skip
 
 
@@ -675,6 +721,8 @@ def _concat_into(out: Tensor, x: Tensor, weights: Sequence[Tensor], tf32: bool, 
     M, N, math, capability = len(x), out.shape[-1], _math(x.dtype, tf32), gpu(x.device)[0]
     out = out if out.dim() == 2 else out.view(M, N)
     weights = [w for w in weights if w.shape[1]]
+    if not strategy and len(weights) > 1 and M > _FEW and M >= _THIN * N:
+        weights = [_aligned(weights)]  # x is read once
     layouts = {layout_of(w) for w in weights}
     layout = layouts.pop() if len(layouts) == 1 else "any"
     if strategy != "views" and math != "float64":
@@ -696,16 +744,23 @@ def _torchs(c: Config, x: Tensor, weights: Sequence[Tensor], layout: str, usable
     """Whether torch multiplies, by the table and by alignment.
 
     Its matmul is slow for addresses, of its output too, that are no multiples of 16 bytes. Ours is for rows that begin
-    inside a line of the cache, from `_SHORT` elements on; and few rows are not worth copies of weights.
+    inside a line of the cache, from `_SHORT` elements on; and few rows are not worth copies of large weights.
     """
+    if not usable:
+        return not _copied(x, sum(w.shape[1] for w in weights))
     if len(x) <= _FEW:
-        return not usable or c.instead == "torch"
+        return c.instead == "torch"
     itemsize = x.element_size()
-    if not usable or not _describable(x, "row") or any(w.shape[1] * itemsize % 16 for w in weights):
+    if not _describable(x, "row") or any(w.shape[1] * itemsize % 16 for w in weights):
         return False
     size = len(x) * sum(w.shape[1] for w in weights)
     short = itemsize == 2 and size >= _SHORT and any(_leading(w, layout) * itemsize % 128 for w in weights)
     return c.instead == "torch" or short
+
+
+def _copied(x: Tensor, columns: int) -> bool:
+    """Whether weights of so many columns that no descriptor describes are copied, instead of multiplied by torch."""
+    return len(x) > 2 * _FEW or x.shape[1] * columns * x.element_size() <= _CACHED
 
 
 def _concat_keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -772,7 +827,7 @@ def _into(
         c = config("swiglu", M, N, f"{math} column", gpu(x.device)[0])
         usable = all(_describable(w, "column") for w in (gate, up)) and _stack(gate, up) is not None
         rows = all(_describable(w, "row") for w in (gate, up))
-        if strategy or usable or (M > _FEW and not rows):
+        if strategy or usable or (not rows and _copied(flat, 2 * N)):
             if not usable:
                 gate, up = _aligned([gate, up]).split(N, 1)
             flat = flat if _describable(flat, "row") else _aligned([flat.mT]).mT
