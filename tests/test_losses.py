@@ -1080,7 +1080,9 @@ def test_classes_beside_whole_vectors_are_multiplied_apart(N, dtype, monkeypatch
 
 def test_what_is_multiplied_apart_is_worth_it_and_reaches_every_class():
     assert kernels._pieces(8192, 768, 50257, 2, on_vectors=True) == (50264, (slice(0, 50256), slice(50256, 50257)))
-    assert kernels._pieces(8, 768, 50257, 2, on_vectors=True) == (50264, (slice(0, 50257),))
+    assert kernels._pieces(8, 768, 50257, 2, on_vectors=True)[1] == (slice(0, 50256), slice(50256, 50257))
+    assert kernels._pieces(8, 64, 50257, 2, on_vectors=True) == (50264, (slice(0, 50257),))
+    assert kernels._pieces(30000, 768, 50257, 2, on_vectors=True) == (50264, (slice(0, 50257),))
     assert kernels._pieces(8192, 770, 50257, 2, on_vectors=True) == (50264, (slice(0, 50257),))
     assert kernels._pieces(2**30, 8, 999, 2, on_vectors=True) == (1000, (slice(0, 999),))
     for given in ((99, 8, 50257, 2, False), (99, 8, 50257, 4, True), (99, 8, 50256, 2, True), (99, 8, 7, 2, True)):

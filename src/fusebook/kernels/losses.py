@@ -1013,8 +1013,8 @@ _scale = Operator(
 
 #: The bytes of the logits of a chunk, at most.
 CHUNK_BYTES = 2**30
-#: Classes, and multiplications of a matmul, from which the classes after the last whole vector are multiplied apart.
-APART = 1024, 2**32
+#: Classes, and elements of the head, from which the classes after the last whole vector are multiplied apart.
+APART = 1024, 2**22
 #: Multiplications that a matmul of unaligned rows loses while a byte is copied, and while a copy is launched.
 PADDED = 8, 2**23
 #: The same of classes that are no whole vector.
@@ -1047,13 +1047,14 @@ def _pieces(m: int, k: int, n: int, itemsize: int, *, on_vectors: bool) -> tuple
     """How far apart rows of logits begin, and which classes are multiplied at a time.
 
     cuBLAS's fast fp16 and bf16 matmuls take matrices whose rows are whole vectors of 16 bytes. A few classes may be
-    left over. `on_vectors`: the rows of hidden states and head begin at whole vectors.
+    left over. They are multiplied apart if the head is large and has twice as many rows as the hidden states, which are
+    then read again. `on_vectors`: the rows of hidden states and head begin at whole vectors.
     """
     whole = 16 // itemsize
     if itemsize != 2 or not on_vectors or n < whole or n % whole == 0:
         return n, (slice(0, n),)
     even = n - n % whole
-    apart = k % whole == 0 and n >= APART[0] and m * k * n >= APART[1]
+    apart = k % whole == 0 and n >= max(APART[0], 2 * m) and n * k >= APART[1]
     return even + whole, (slice(0, even), slice(even, n)) if apart else (slice(0, n),)
 
 
