@@ -133,6 +133,24 @@ def test_slices_do_not_depend_on_rows(device, monkeypatch):
         assert quantized.slices_of(*packed.words.shape[:2]) == (4 if N == 32 else 8)
 
 
+@pytest.mark.parametrize(("K", "units"), [(104, 13), (256, 32), (150, 75), (37, 37), (0, 0)])
+def test_rows_of_whole_vectors_are_loaded_by_them(K, units, device, monkeypatch):
+    """Triton only sees whether 16 divides an integer, and so not that rows of 104 elements begin at whole vectors."""
+    given, own = [], quantized.launch
+
+    def launch(kernel, grid, *args, **constants):
+        if kernel is quantized._quantized:
+            given.append((args[11], constants["ALIGN"] * args[11]))
+        own(kernel, grid, *args, **constants)
+
+    monkeypatch.setattr(quantized, "launch", launch)
+    weight, x = (torch.randn(rows, K, device=device).half() for rows in (37, 3))
+    packed = quantize(weight)
+    with _call.uncached():
+        assert_close(quantized_matmul(x, packed), x, values(packed))
+    assert given == [(units, K)]
+
+
 def test_strides_offsets_and_axes(device):
     packed = quantize(torch.randn(24, 96, device=device).half(), 8, 32)
     x = torch.randn(4, 5, 193, device=device).half()[..., 1::2]
