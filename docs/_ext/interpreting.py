@@ -1,11 +1,12 @@
 """Triton's interpreter, without steps that it takes again and again: where pages are built, and in tests.
 
 Whenever a kernel calls a device function, the interpreter looks through the whole of triton.language for what it has to
-replace. That takes longer than the rest of most calls. Here it is found once, and replaced once a launch.
+replace. That takes longer than the rest of most calls. Here it is found once, and replaced once a launch. What replaces
+it calls the language's function itself, and not what refuses calls from outside of a kernel.
 
 Whenever a kernel adds two blocks, the interpreter makes their types anew, and finds out by six more operations whether
 an integer overflows, which it tells nobody unless it debugs. Here a type is made once, who does not debug does not ask,
-and the type that two blocks are computed in is asked of those that are no pointers only.
+and the type that two blocks are computed in is found once. A number that meets a block becomes one in one step.
 
 Of each argument of each operation it asks four times whether it is a constant. Here what is no constant by its class is
 taken as it is.
@@ -27,10 +28,11 @@ from triton.runtime import interpreter
 
 WHAT_IS_CHANGED = {
     interpreter: ("GridExecutor", "_convert_float", "_get_np_dtype", "_patch_attr", "_patch_builtin", "_patch_lang"),
+    interpreter.TensorHandle: ("__init__", "__post_init__"),
     tl.core: ("_unwrap_if_constexpr",),
     TritonSemantic: (
         *("binary_op_sanitize_overflow_impl", "binary_op_type_checking_impl"),
-        *("broadcast_impl_value", "computation_type_impl"),
+        *("broadcast_impl_value", "cast", "computation_type_impl"),
     ),
 }
 
@@ -48,23 +50,26 @@ def hasten():
 def hasten_types():
     """Make types, and the shapes of blocks, once, and ask for no overflow that nobody is told of."""
     block, tensor, own = tl.block_type.__init__, tl.tensor.__init__, tl.dtype.__eq__
-    blocks, shapes = {}, {}
+    blocks, widened = {}, {}
+
+    def of_tensors(type):
+        """What tensors of a type have in common."""
+        tensor(made := tl.tensor.__new__(tl.tensor), None, type)
+        return {"shape": made.shape, "numel": made.numel}
 
     def make_block(self, element_ty, shape):
         sizes = tuple(getattr(size, "value", size) for size in getattr(shape, "values", shape))
         known = blocks.get(key := (element_ty.name, sizes))
         if known is None:
             block(self, element_ty, shape)
+            self.of_tensors = of_tensors(self)
             known = blocks[key] = dict(self.__dict__)
         self.__dict__.update(known, element_ty=element_ty)
 
     def make_tensor(self, handle, type):
-        known = shapes.get(sizes := tuple(type.shape.values) if type.is_block() else ())
-        if known is None:
-            tensor(self, handle, type)
-            known = shapes[sizes] = {"shape": self.shape, "numel": self.numel}
-        self.__dict__.update(known, handle=handle, type=type, dtype=type.scalar)
+        self.__dict__.update(type.of_tensors, handle=handle, type=type, dtype=type.scalar)
 
+    tl.dtype.of_tensors = of_tensors(tl.int32)
     tl.block_type.__init__, tl.tensor.__init__ = make_block, make_tensor
     tl.dtype.__eq__ = lambda self, other: self is other or own(self, other)
     unwrap, plain = tl.core._unwrap_if_constexpr, {tl.tensor, tl.dtype, tl.block_type, tl.pointer_type}
@@ -72,20 +77,49 @@ def hasten_types():
     tl.core._unwrap_if_constexpr = lambda value: value if type(value) in plain else unwrap(value)
     widen = TritonSemantic.broadcast_impl_value
 
+    def spread(self, one, block):
+        kind = widened.get(key := (id(one.dtype), *block.shape.values))
+        if kind is None:
+            kind = block.with_element_ty(one.dtype)
+            if type(one.dtype) is tl.dtype:  # of pointers each launch has its own
+                widened[key] = kind  # keeps the dtype, and so its id
+        return tl.tensor(self.builder.create_splat(kind, one.handle), kind)
+
     def widen_others(self, lhs, rhs):
-        alike = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values
+        left, right = lhs.type, rhs.type
+        if left is right:
+            return lhs, rhs
+        if left.is_block() != right.is_block():
+            return (lhs, spread(self, rhs, left)) if left.is_block() else (spread(self, lhs, right), rhs)
+        alike = left.is_block() and left.shape.values == right.shape.values
         return (lhs, rhs) if alike else widen(self, lhs, rhs)
 
     TritonSemantic.broadcast_impl_value = widen_others
+    cast = TritonSemantic.cast
+
+    def cast_others(self, input, dst_ty, fp_downcast_rounding=None):
+        if input.dtype is dst_ty and not fp_downcast_rounding:
+            return input
+        return cast(self, input, dst_ty, fp_downcast_rounding)
+
+    TritonSemantic.cast = cast_others
     ask = TritonSemantic.binary_op_sanitize_overflow_impl
     TritonSemantic.binary_op_sanitize_overflow_impl = lambda self, *sum: self.builder.options.debug and ask(self, *sum)
-    find_type = TritonSemantic.binary_op_type_checking_impl
+    find_type, found = TritonSemantic.binary_op_type_checking_impl, {}
 
     def find_other_type(self, lhs, rhs, left_pointer=False, right_pointer=False, arithmetic=True, division=False):
-        if not arithmetic or not type(lhs) is type(rhs) is tl.tensor or lhs.dtype.is_ptr() or rhs.dtype.is_ptr():
+        if not arithmetic or not type(lhs) is type(rhs) is tl.tensor:
             return find_type(self, lhs, rhs, left_pointer, right_pointer, arithmetic, division)
-        kind = self.computation_type_impl(lhs.dtype, False, rhs.dtype, False, division)
-        return self.broadcast_impl_value(*(x if x.dtype == kind else self.cast(x, kind) for x in (lhs, rhs)))
+        left, right = lhs.dtype, rhs.dtype
+        if (known := found.get(key := (id(left), id(right), division))) is None:
+            if left.is_ptr() or right.is_ptr():
+                return find_type(self, lhs, rhs, left_pointer, right_pointer, arithmetic, division)
+            kind = self.computation_type_impl(left, False, right, False, division)
+            known = found[key] = kind, left, right  # which are kept, and so their ids
+        kind = known[0]
+        lhs = lhs if left is kind else self.cast(lhs, kind)
+        rhs = rhs if right is kind else self.cast(rhs, kind)
+        return self.broadcast_impl_value(lhs, rhs)
 
     TritonSemantic.binary_op_type_checking_impl = find_other_type
     of_numpy, kinds = interpreter._get_np_dtype, {}
@@ -97,6 +131,13 @@ def hasten_types():
 
     interpreter._get_np_dtype = numpy_type
     TritonSemantic.computation_type_impl = functools.cache(TritonSemantic.computation_type_impl)
+
+    def keep(self, data, dtype, attr=None):
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if type(dtype) is not tl.dtype or 8 * data.itemsize > max(8, dtype.primitive_bitwidth):
+            self.__post_init__()  # which looks closer
+
+    interpreter.TensorHandle.__init__ = keep
 
 
 def hasten_halves():
@@ -117,6 +158,19 @@ def hasten_halves():
 def hasten_calls():
     """Replace the language's functions once a launch."""
     launch, replace, replaced = interpreter.GridExecutor.__call__, interpreter._patch_lang, {}
+    checks, made = tl.core.arange.__code__, {}
+
+    def replace_attr(package, name, member, builder, scope):
+        if (known := made.get(member)) is None:
+            semantic = getattr(interpreter, "interpreter_semantic", None) or TritonSemantic(builder)
+            inner = member.__wrapped__ if member.__code__ is checks else member
+
+            def known(*args, **kwargs):
+                kwargs["_semantic"] = semantic
+                return inner(*args, **kwargs)
+
+            made[member] = known
+        scope.set_attr(package, name, known)
 
     @functools.cache
     def builtins(package):
@@ -137,5 +191,6 @@ def hasten_calls():
         replaced.clear()  # what the launch before this one has replaced it has put back
         return launch(self, *args, **kwargs)
 
-    interpreter._patch_builtin, interpreter._patch_lang = replace_builtins, replace_once
+    interpreter._patch_attr, interpreter._patch_builtin = replace_attr, replace_builtins
+    interpreter._patch_lang = replace_once
     interpreter.GridExecutor.__call__ = launch_anew
