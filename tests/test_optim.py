@@ -113,9 +113,9 @@ def test_groups_have_seeds_of_any_integer(seed, device):
     assert all(map(torch.equal, *lists))
 
 
-def test_fake_tensors_step():
+def test_fake_tensors_step(device):
     with FakeTensorMode():
-        ps = parameters("cpu")
+        ps = parameters(device)
         optimizer = after(AdamW(ps), ps, 2)
     assert optimizer.state[ps[0]]["exp_avg"].shape == ps[0].shape
 
