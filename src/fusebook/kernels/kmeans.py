@@ -903,7 +903,7 @@ _DOUBLES = ((8, 0), (9, 0), (10, 0), AMD)
 _ANY = 2**63
 # Tuned on an H200. Lines of all tables begin with a limit, and the first line whose limit fits holds.
 # Of n * k, the number of distances: points of a program, coordinates of a tile.
-_SOME = ((2**11, 1, 512), (2**14, 4, 256), (_ANY, 16, 64))
+_SOME = ((2**8, 1, 4096), (2**11, 1, 512), (2**14, 4, 256), (_ANY, 16, 64))
 # Of d: points of a program, centres and coordinates of a tile, stages, warps.
 _SCREEN = ((16, 128, 64, 16, 3, 4), (32, 128, 64, 32, 3, 4), (64, 128, 64, 64, 3, 4), (128, 128, 128, 128, 2, 8),
            (256, 64, 64, 256, 2, 4))  # fmt: skip
@@ -957,9 +957,12 @@ def kmeans_config(
         # 16 bytes, so half as many points keep a thread as busy.
         return Config(how, block=256 if few and capability and label_size == 8 else 512, few=few)
     if how == "each":
-        # A warp loads a piece of a point, 16 bytes a thread, or several shorter points. It takes as many points at once
-        # as there are registers for sums. Long points are prefetched. Pieces are longer if a thread loads less than 16
-        # bytes and there are few sums.
+        if align * size == 16:
+            # Pieces are short, since the sums of a point are added across its threads. Four points to a thread.
+            chunk = min((4 if k > 12 else 8) * align, wide)
+            return Config(how, 512 * align // chunk, chunk=chunk, stages=1 if d <= chunk else 3)
+        # A warp loads a piece of a point, or several shorter points. It takes as many points at once as there are
+        # registers for sums. Long points are prefetched. Pieces are longer if there are few sums.
         chunk = min(32 * align, wide)
         block = (8 if align > 1 or k > 8 else 16) * (32 * align // chunk)
         if k <= 4 and align * size < 16 and d > 32:
@@ -987,13 +990,10 @@ def kmeans_config(
         block_k = min(triton.next_power_of_2(k), max(1, pairs // block))
         return Config(how, block, block_k, steps=triton.cdiv(k, block_k), warps=8 if block_k == 1024 else 4)
     block, chunk = _first(_SOME, n * k)
-    warps = 4
-    if n * k <= 4 and d > 2048:  # there is next to nothing to share
-        chunk, warps = 4096, 16
     block, chunk = min(block, triton.next_power_of_2(n)), min(chunk, wide)
-    block_k = max(1, min(triton.next_power_of_2(k), 1024 * warps // (block * chunk)))
+    block_k = max(1, min(triton.next_power_of_2(k), 4096 // (block * chunk)))
     tiles = triton.cdiv(k, block_k)
-    return Config(how, block, block_k, chunk, steps=_shared(tiles, n, block, 600), warps=warps)
+    return Config(how, block, block_k, chunk, steps=_shared(tiles, n, block, 1200))
 
 
 def _shared(tiles: int, n: int, block: int, programs: int) -> int:
