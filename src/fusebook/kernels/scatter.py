@@ -127,9 +127,11 @@ def _row_of(index, R, masked, MASKED: tl.constexpr):
 @triton.jit
 def _scatter_nd_keys(
     keys_ptr, indices_ptr, n, K, S0, S1, S2, S3, masked,
-    MASKED: tl.constexpr, AXES: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    MASKED: tl.constexpr, AXES: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Fold up to four components of each index into one row number; more components take more launches."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     inside = i < n
     if FIRST:
@@ -183,12 +185,14 @@ def _scatter_nd_round(out_ptr, sums_ptr, SIZE, BLOCK: tl.constexpr, LATE: tl.con
 def _scatter_nd_sort(
     out_ptr, order_ptr, keys_ptr, starts_ptr, ends_ptr, counters_ptr, indices_ptr, SIZE, R, n, COUNTERS, masked,
     MASKED: tl.constexpr, WIDE: tl.constexpr, MINE: tl.constexpr, THEIRS: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    EARLY: tl.constexpr = False, LATE: tl.constexpr = False,
 ):  # fmt: skip
     """Write SIZE zeros, and sort the updates by counting: the position of an update is the number that precede it.
 
     The first programs compare each of n updates with all others while the other programs write zeros.
     """
+    if LATE:
+        tl.extra.cuda.gdc_wait()  # for the keys
     sorting = tl.cdiv(n, MINE)
     if tl.program_id(0) >= sorting:
         _zeros(out_ptr, tl.program_id(0) - sorting, SIZE, BLOCK)  # write RD
@@ -593,7 +597,9 @@ def _launch_lists(
     launch(_scatter_nd_lists, grid, order, keys, starts, slots, indices, R, n, masked or 0, **constants)
 
 
-def _keyed(shape: Sequence[int], indices: Tensor, masked: int | None, dtype: torch.dtype) -> Tensor:
+def _keyed(
+    shape: Sequence[int], indices: Tensor, masked: int | None, dtype: torch.dtype, early: bool = False
+) -> Tensor:
     """The row of each index ``[n, k]`` as one number, -1 if the index is masked or out of range."""
     n, k = indices.shape
     if k == 0:  # every index names the whole output
@@ -606,7 +612,7 @@ def _keyed(shape: Sequence[int], indices: Tensor, masked: int | None, dtype: tor
         launch(
             _scatter_nd_keys, (triton.cdiv(n, block),),
             keys, indices.select(1, axis) if axis else indices, n, k, *sizes, *(1,) * (4 - len(sizes)), masked or 0,
-            MASKED=masked is not None, AXES=len(sizes), FIRST=axis == 0, BLOCK=block,
+            MASKED=masked is not None, AXES=len(sizes), FIRST=axis == 0, BLOCK=block, EARLY=early,
         )  # fmt: skip
     return keys
 
@@ -657,8 +663,11 @@ def _scatter_into(
     )  # fmt: skip
     # Numbers of rows and of updates: int32 halves the traffic for them.
     whole = torch.int32 if max(R, n) < 2**31 - 1 else torch.int64
+    # The next kernel is launched while keys are folded.
+    keyed = overlapping(device) if indices.shape[1] > 1 and c.grouping == "count" else {}
     if indices.shape[1] != 1 or c.grouping == "sort":
-        indices, masked = _keyed(shape, indices, masked, whole), -1  # updates that are left out have key -1 now
+        # Updates that are left out have key -1 now.
+        indices, masked = _keyed(shape, indices, masked, whole, bool(keyed)), -1
     stride = updates.stride(0) if updates.dim() == 2 else D
     align = math.gcd(max(1, 16 // updates.element_size()), D, stride)  # all rows begin at multiples of it
     named = indices, updates, R, D // align, n, stride // align, masked or 0
@@ -680,11 +689,11 @@ def _scatter_into(
         most = triton.next_power_of_2(n)
         launch(_scatter_nd_scan, (R * tiles,), out, *named, N=most, GROUP=c.together, **constants)
     else:
-        _launch_grouped(out, named, whole, masked, c)
+        _launch_grouped(out, named, whole, masked, c, **keyed)
 
 
 def _launch_grouped(
-    out: Tensor, named: tuple[Any, ...], whole: torch.dtype, masked: int | None, c: Config
+    out: Tensor, named: tuple[Any, ...], whole: torch.dtype, masked: int | None, c: Config, **late: bool
 ) -> None:  # fmt: skip
     """Bring the updates of a row together, and add them up."""
     indices, updates, R, units, n, stride, _ = named
@@ -702,7 +711,7 @@ def _launch_grouped(
             _scatter_nd_sort, (triton.cdiv(n, mine) + triton.cdiv(R * D, c.fill),),
             out, order, keys, starts, ends, counters, indices, R * D, R, n, len(counters), masked or 0,
             MASKED=masked is not None, WIDE=(R + 2) * n >= 2**31, MINE=mine, THEIRS=theirs, BLOCK=c.fill,
-            EARLY=bool(early),
+            EARLY=bool(early), LATE=bool(late), **late,
         )  # fmt: skip
         launch(
             _scatter_nd_segments, (triton.cdiv(n, c.rows) * tiles,),
