@@ -756,15 +756,15 @@ def _column_sums(
 
 # Launch configs and launchers ----------------------------------------------------------------------------------------
 
-# For each element size, the first line whose limit holds a row. Measured on an H200; fp16 up to 16 KiB on an H100.
+# For each element size, the first line whose limit holds a row. Measured on an H200; up to 16 KiB on an H100.
 _ROWS = {  # bytes of a row, columns of a chunk, warps, elements of a program
     2: (
         Config(1024, 512, 1, 1024), Config(4096, 512, 2), Config(6144, 1024, 4), Config(8192, 4096, 8),
         Config(14336, 2048, 8), Config(16384, 4096, 8), Config(65536, 2048, 8),
     ),
     4: (
-        Config(2048, 512, 1, 512), Config(4096, 1024, 2), Config(8192, 2048, 4), Config(12288, 1024, 8),
-        Config(28672, 2048, 16), Config(81920, 2048, 8), Config(131072, 4096, 32),
+        Config(2048, 512, 1, 512), Config(8192, 1024, 4), Config(12288, 1024, 8), Config(28672, 2048, 16),
+        Config(81920, 2048, 8), Config(131072, 4096, 32),
     ),
     8: (Config(2048, 256, 1, 256), Config(16384, 2048, 4), Config(32768, 512, 8), Config(131072, 1024, 16)),
 }  # fmt: skip
