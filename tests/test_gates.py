@@ -257,6 +257,18 @@ def test_what_hinders_a_reader_is_found(tab, text, why):
     assert all(any(finding.startswith(part) for finding in found) for part in why), found
 
 
+@in_a_browser
+def test_colours_of_a_look_are_compared_on_the_first_pages_that_have_it_and_are_in_order(tab):
+    def compared(style):
+        page = tab(f'{MENU}<p style="{style}">words</p></main>')
+        return len(browser.accessibility(page)), page.page.locator("p[data-look]").count()
+
+    assert [compared("font-size: 31px") for _ in range(browser.PAGES + 1)] == browser.PAGES * [(0, 1)] + [(0, 0)]
+    assert [compared("font-size: 32px; color: #ddd") for _ in range(browser.PAGES + 1)] == [(1, 1)] * (
+        browser.PAGES + 1
+    )
+
+
 SEARCH = """<title>Search</title><div id="search-results"></div><script>
 const word = new URLSearchParams(location.search).get("q");
 const results = { softmax: ["one", "one", "two", "three", "softmax"], roof: ["roof"] }[word] ?? [];

@@ -1,6 +1,6 @@
 /* axe takes a minute for a page of code: it compares the colours of ten thousand words. Which colours meet is decided by
-   the few ways that words look, so those rules see three elements of each look, in both themes, and the others see a
-   page whose code is not taken apart. Nothing is left out but repetitions. */
+   the few ways that words look, so those rules see three elements of each look, in both themes, on the first pages that
+   have it, and the others see a page whose code is not taken apart. Nothing is left out but repetitions. */
 window.fast = (() => {
   const byColour = ["color-contrast", "link-in-text-block"];
   const options = { resultTypes: ["violations"], preload: false, elementRef: true };
@@ -33,17 +33,18 @@ window.fast = (() => {
     return [element.tagName === "A", link, ...own, behind(element)].join("|");
   };
 
-  /* Mark the first three visible elements of every look that the theme in force has: axe passes by what it cannot tell,
-     as where something lies over the text. */
-  const mark = () => {
+  /* Mark the first three visible elements of every look that the theme in force has, but of those that are known: axe
+     passes by what it cannot tell, as where something lies over the text. Returns the looks that are marked. */
+  const mark = (known) => {
     backgrounds.clear();
-    const seen = new Map();
+    const seen = new Map(known.map((key) => [key, Infinity]));
     for (const element of document.body.querySelectorAll("*")) {
       if (!hasText(element) || !element.checkVisibility({ visibilityProperty: true })) continue;
       const key = look(element);
       seen.set(key, (seen.get(key) ?? 0) + 1);
       if (seen.get(key) <= 3) element.dataset.look = "";
     }
+    return [...seen.keys()].slice(known.length);
   };
 
   /* Rows of a table that differ only in words and in where links lead: the first three stand for all. */
