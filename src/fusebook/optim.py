@@ -139,7 +139,7 @@ class AdamW(torch.optim.AdamW):
 
     Where steps are counted on the device, parameters share the tensor ``step`` in their states. To change the number
     of one of them, replace that tensor instead of writing to it. Elsewhere a program may do both, but give ``step`` no
-    other memory by ``data`` or ``set_``.
+    other memory by ``data`` or ``set_``. A step may replace these tensors, so look them up in the state each time.
 
     The averages have the dtype of their parameter, as in `torch.optim.AdamW`.
 
@@ -340,7 +340,8 @@ class AdamW(torch.optim.AdamW):
         Returns
         -------
         dict
-            The state and the groups. Averages are not copied.
+            The state and the groups. Numbers of steps are copied, averages are not: use ``copy.deepcopy`` to keep a
+            state while training goes on.
         """
         found = super().state_dict()
         found["state"] = {
