@@ -64,7 +64,7 @@ def close_states(a, b, rtol=1e-6):
     [
         {},
         {"amsgrad": True, "weight_decay": 0.0},
-        {"maximize": True, "betas": (0.0, 0.5), "eps": 1e-3},
+        {"maximize": 1, "betas": (0.0, 0.5), "eps": 1e-3},
         {"capturable": True, "lr": torch.tensor(0.01, dtype=torch.float64)},
     ],
     ids=str,
@@ -333,6 +333,18 @@ def test_a_step_by_a_scaler_reads_nothing_back(device, monkeypatch):
     close([p.grad for p in ps], before)  # they stay scaled
     optimizer.step()
     assert {s["step"].item() for s in optimizer.state.values()} == {3}
+
+
+def test_steps_by_a_scaler_are_counted_whatever_the_default_dtype(device):
+    p = torch.nn.Parameter(torch.ones(4, device=device))
+    optimizer, scaler = AdamW([p]), torch.amp.GradScaler(device)
+    p.grad = scaler.scale(torch.ones(4, device=device))
+    torch.set_default_dtype(torch.float64)
+    try:
+        scaler.step(optimizer)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert optimizer.state[p]["step"].dtype == torch.float32 and optimizer.state[p]["step"].item() == 1
 
 
 @pytest.mark.parametrize("unscale", [False, True])

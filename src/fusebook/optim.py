@@ -304,12 +304,12 @@ class AdamW(torch.optim.AdamW):
             }
         counting = group["capturable"] or scaling or launch.done < 0
         if counting and launch.done >= 0:  # a copy would wait for the device
-            launch.count_by(torch.full((), float(launch.done), device=device))
+            launch.count_by(torch.full((), float(launch.done), device=device, dtype=torch.float32))
         try:
             adamw_step(
                 params, grads, *lists,
                 step=launch.count if counting else launch.done + 1, lr=lr, beta1=beta1, beta2=beta2,
-                eps=group["eps"], weight_decay=group["weight_decay"], maximize=group["maximize"],
+                eps=group["eps"], weight_decay=group["weight_decay"], maximize=bool(group["maximize"]),
                 seed=seed if params[0].dtype == torch.bfloat16 else None, **scaling,
             )  # fmt: skip
         except ValueError:  # since parameters got other strides, as by Module.to(memory_format=...)
