@@ -272,6 +272,9 @@ def test_what_a_launcher_must_return(device):
     refused("expected the launcher to write y into the memory given as out", graph(op, device), {"x": x})
     for write in (lambda x, out: out.resize_(2).fill_(1), lambda x, out: setattr(out, "data", x * 2)):
         refused("expected the launcher to write y into the memory", graph(unary(launcher=write), device), {"x": x})
+    for view in (torch.t, torch._neg_view, lambda y: y.view(torch.int32)):  # of the memory's address and shape
+        op = unary(launcher=lambda x, out, v=view: v(torch.mul(x, 2, out=out)))
+        refused("expected the launcher to write y into the memory", graph(op, device), {"x": x.expand(3, 3)})
     op = unary(launcher=lambda x: torch.nested.nested_tensor([x, x[1:]]), shape=None)
     refused("expected the launcher to return a tensor for y, got a nested one", graph(op, device), {"x": x})
     for axes in (17, 65):

@@ -260,7 +260,9 @@ class _Kernel:
         if results is not memory:
             op._complete(results)
         for i, result in enumerate(results):
-            if result.data_ptr() != places[i] or result.shape != shapes[i]:  # torch resizes an out that does not fit
+            # Torch resizes an out that does not fit; a view of it that is returned may mean other numbers.
+            moved = result.data_ptr() != places[i] or result.shape != shapes[i] or result.dtype != memory[i].dtype
+            if moved or not result.is_contiguous() or result.is_neg():
                 raise ValueError(
                     f"{op.name}: expected the launcher to write {[*op.outputs][i]} into the memory given as out, got "
                     "another tensor; write to out and return it, or leave shape out so that the result is copied"
