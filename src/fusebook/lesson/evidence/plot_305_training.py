@@ -100,16 +100,22 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def _free() -> int:
+    """Free the model before, and return the bytes of GPU memory that remain, such as those which flush the L2 cache."""
+    torch._dynamo.reset()
+    if not torch.cuda.is_available():
+        return 0
+    if torch.cuda.memory_allocated() > _KEPT:  # a patched model is in a cycle; a collection of garbage is slow
+        gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
 def _build(name: str, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> Any:
     """A model with the same random weights each time; what came before it is freed."""
     import transformers
 
-    torch._dynamo.reset()
-    if torch.cuda.is_available():
-        if torch.cuda.memory_allocated() > _KEPT:  # a patched model is in a cycle; a collection of garbage is slow
-            gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    _free()
     family, known = MODELS[name]
     config = getattr(transformers, f"{family}Config")(
         **{**known, "max_position_embeddings": max(LENGTHS), "use_cache": False, **sizes}
@@ -257,6 +263,7 @@ def _row(
     """
     row: dict[str, Any] = {"implementation": name, "model": model, "sequences": SEQUENCES, "tokens": tokens}
     try:
+        held = _free()  # by the process, not by the model
         made = _build(model, **sizes)
         run, optimizer = IMPLEMENTATIONS[name](made)
         rng = torch.Generator(_device()).manual_seed(0)
@@ -276,7 +283,7 @@ def _row(
             for _ in range(each):
                 losses.append(_step(run, optimizer, ids))
             ms.append((_wait() - start) / each * 1e3)
-        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else math.nan
+        peak = torch.cuda.max_memory_allocated() - held if torch.cuda.is_available() else math.nan
         row |= {"ms": float(pd.Series(ms).median()), "least_ms": min(ms), "most_ms": max(ms), "peak_bytes": peak}
         row |= {"loss": float(losses[0]), "last_loss": float(losses[-1]), "note": ""}
         if torch.cuda.is_available() and name in PROFILED and (model, tokens) == (next(iter(MODELS)), LENGTHS[0]):
