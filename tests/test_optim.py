@@ -366,6 +366,21 @@ def test_a_refused_step_by_a_scaler_leaves_no_scale(unscale, device):
     close(*lists)
 
 
+@pytest.mark.parametrize("hook", ["pre", "post"])
+def test_a_hook_that_raises_in_a_step_by_a_scaler_leaves_no_scale(hook, device):
+    p = torch.nn.Parameter(torch.ones(4, device=device))
+    optimizer, scaler = AdamW([p]), torch.amp.GradScaler(device)
+    p.grad = scaler.scale(torch.ones(4, device=device))
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    getattr(optimizer, f"register_step_{hook}_hook")(stop)
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(optimizer)
+    assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
+
+
 def test_a_scale_that_is_no_tensor_is_refused(device):
     ps = parameters(device)
     optimizer = AdamW(ps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -198,19 +199,41 @@ class AdamW(torch.optim.AdamW):
         capturing = _capturing()
         # Each group is looked at after the one before is stepped, which may have counted a step of the same parameter.
         launches = ((group, *made) for group in self.param_groups for made in self._launches(group, capturing))
-        try:
-            for i, (group, launch, grads) in enumerate(launches):
-                seed = group.get("seed")
-                if seed is not None:
-                    seed = (_seed(seed) + i * 0x9E3779B1) % 0x7FFFFFFF  # more is not used
-                self._launch(group, launch, grads, seed, scaling)
-        except Exception:
-            for key in _SCALING:  # a GradScaler deletes them after a step that returns, else its next one takes both
-                vars(self).pop(key, None)
-            raise
+        for i, (group, launch, grads) in enumerate(launches):
+            seed = group.get("seed")
+            if seed is not None:
+                seed = (_seed(seed) + i * 0x9E3779B1) % 0x7FFFFFFF  # more is not used
+            self._launch(group, launch, grads, seed, scaling)
         if len(states) != len(self._states):
             self._keys, self._states = [*states], [*states.values()]
         return loss
+
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """Give a step its hooks, as torch does, and let none of their errors leave anything of a ``GradScaler``.
+
+        Parameters
+        ----------
+        func : callable
+            The step of a class.
+
+        Returns
+        -------
+        callable
+            The step with hooks.
+        """
+        hooked = torch.optim.AdamW.profile_hook_step(func)
+
+        @functools.wraps(hooked)
+        def step(self: AdamW, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return hooked(self, *args, **kwargs)
+            except BaseException:
+                for key in _SCALING:  # it deletes them after a step that returns, else its next one takes both
+                    vars(self).pop(key, None)
+                raise
+
+        return step
 
     def _forget(self) -> None:
         self._kept, self._keys, self._states = {}, [], []
