@@ -355,6 +355,13 @@ _DESTROY_CALLBACK = _DESTROY(_destroy)
 
 # Operators -------------------------------------------------------------------------------------------------------
 
+#: Names by which ONNX Runtime's optimizer knows a node in any domain: it leaves such nodes out, or reads inputs that
+#: they do not have, which ends the process.
+_TAKEN = {
+    *("Add", "Cast", "Conv", "ConvTranspose", "DequantizeLinear", "Div", "Expand", "Gather", "Gemm", "Identity"),
+    *("Mul", "Sub", "Transpose", "Where"),
+}
+
 Kinds = Mapping[str, torch.dtype | str]
 Shape = str | Callable[..., Any]
 
@@ -379,6 +386,11 @@ class CustomOp:
         self.launcher = launcher
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"onnx.custom_op: expected a name such as MaskedScatter, got {name!r}; use letters")
+        if name in _TAKEN:
+            raise ValueError(
+                f"onnx.custom_op: expected a name that ONNX Runtime's optimizer does not know, got {name}, which it "
+                f"takes for ONNX's; call it My{name}"
+            )
         given = {"inputs": inputs, "outputs": outputs, "types": types, "attributes": attributes}
         for what, names in given.items():
             if not isinstance(names, Mapping) or not all(isinstance(n, str) and n.isprintable() for n in names):
@@ -396,6 +408,11 @@ class CustomOp:
             raise TypeError(
                 f"onnx.custom_op: {name}: expected domain to be a str that can be printed, got {domain!r}; leave it out"
             )
+        if domain in ("", "ai.onnx") or domain.startswith(("ai.onnx.", "com.microsoft", "com.ms.")):
+            raise ValueError(
+                f"onnx.custom_op: {name}: expected a domain of your own, got {domain!r}, whose nodes ONNX Runtime's "
+                "optimizer takes for ONNX's operators; leave it out"
+            )
         self.inputs = dict(inputs)
         self.outputs = dict(outputs)
         self.shape = shape
@@ -404,7 +421,7 @@ class CustomOp:
         self.attributes = dict(attributes)
         self.host = tuple(host)
         self.optional = tuple(optional)
-        self.domain = "" if domain == "ai.onnx" else domain  # its other name, which ONNX Runtime does not look for
+        self.domain = domain
         self._check()
         self._model = [*self.inputs].index(shape) if isinstance(shape, str) else -1
         self.number = next(_numbers)
@@ -624,7 +641,8 @@ def custom_op(
     Parameters
     ----------
     name : str
-        Of the operator in a graph.
+        Of the operator in a graph. Some are refused, such as Identity: ONNX Runtime takes them for ONNX's in any
+        domain.
     launcher : callable
         Called with a tensor for each input (None for an optional one that a node leaves out) and the node's attributes
         by name. The tensors lie over ONNX Runtime's memory, the current stream is ONNX Runtime's. With a `shape` it
@@ -644,7 +662,7 @@ def custom_op(
     optional : sequence of str
         Inputs that a node may leave out.
     domain : str, default "fusebook"
-        Of the operator in a graph. In ``""``, which is also ``"ai.onnx"``, it replaces ONNX's operator of that name.
+        Of the operator in a graph; none of ONNX's or ONNX Runtime's own.
 
     Returns
     -------
