@@ -175,6 +175,10 @@ def test_an_input_on_the_host_gives_the_shape(device):
     for rows in (4, 1, 0):  # dynamic, and empty
         y = g({"shape": torch.tensor([rows, 3]), "x": x})["y"]
         assert torch.equal(y, x.expand(rows, 3))
+    kinds = {"s": torch.int64}, {"y": torch.float32, "z": torch.float32}
+    op = custom_op("Two", lambda s, out: [y.fill_(2) for y in out] and None, *kinds, "s", host=["s"])
+    both = graph(op, device, *kinds)({"s": torch.tensor([1, 2])})
+    assert [y.tolist() for y in both.values()] == [[[2, 2]]] * 2
 
 
 def test_an_optional_input_may_be_left_out(device):

@@ -485,9 +485,9 @@ class CustomOp:
                 return [of.shape] * len(self.outputs)
             if of.dim() != 1:
                 raise ValueError(f"expected {self.shape} to have one axis, got {tuple(of.shape)}; pass a vector")
-            shapes: Any = tuple(of.tolist())
-            if len(self.outputs) == 1 and (not shapes or min(shapes) >= 0):
-                return [shapes]
+            shapes: Any = [tuple(of.tolist())] * len(self.outputs)
+            if min(shapes[0], default=0) >= 0:
+                return shapes
         else:
             assert self.shape is not None
             shapes = self.shape(*given, **attributes)
