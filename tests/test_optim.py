@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from fusebook.optim import AdamW
 
@@ -379,6 +380,26 @@ def test_a_hook_that_raises_in_a_step_by_a_scaler_leaves_no_scale(hook, device):
     with pytest.raises(KeyboardInterrupt):
         scaler.step(optimizer)
     assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where Ctrl-C ends a kernel in the middle")
+def test_an_interrupted_kernel_leaves_the_next_step_right(monkeypatch):
+    ps = parameters("cpu")
+    optimizer = after(AdamW(ps, capturable=True), ps, 1)
+    add = InterpreterBuilder.create_atomic_rmw
+
+    def stop(*args):
+        add(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(InterpreterBuilder, "create_atomic_rmw", stop)
+        with pytest.raises(KeyboardInterrupt):
+            after(optimizer, ps, 1)
+    other, copies = copy.deepcopy((optimizer, ps))
+    after(optimizer, ps, 1)
+    after(other, copies, 1)
+    close(ps, copies)
 
 
 def test_a_scale_that_is_no_tensor_is_refused(device):
