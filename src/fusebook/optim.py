@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusebook.kernels._call import integer
-from fusebook.kernels.adamw import _known, adamw_step, guard
+from fusebook.kernels.adamw import adamw_step, guard
 
 __all__ = ["AdamW"]
 
@@ -229,7 +229,6 @@ class AdamW(torch.optim.AdamW):
             try:
                 return hooked(self, *args, **kwargs)
             except BaseException:
-                _known.clear()  # an interpreted kernel that is interrupted leaves a count of programs in its table
                 for key in _SCALING:  # it deletes them after a step that returns, else its next one takes both
                     vars(self).pop(key, None)
                 raise

@@ -543,10 +543,14 @@ def _stepped(
             of.placed = placed._replace(table=None)
     fractions = (1 - beta1**step, 1 - beta2**step)
     numbers = lr, beta1, beta2, *fractions, eps, decay, most
-    for i, (group, told) in enumerate(zip(of.groups, placed.told or grads, strict=False)):
-        # Programs of every group have the same numbers, and so would have the same random bits.
-        seeded = step & 0x7FFFFFFF, ((seed or 0) + i * 0x2545F491) % 0x7FFFFFFF, *numbers
-        group.launch(told, given, seeded, maximize, seed is not None, group is of.groups[-1])
+    try:
+        for i, (group, told) in enumerate(zip(of.groups, placed.told or grads, strict=False)):
+            # Programs of every group have the same numbers, and so would have the same random bits.
+            seeded = step & 0x7FFFFFFF, ((seed or 0) + i * 0x2545F491) % 0x7FFFFFFF, *numbers
+            group.launch(told, given, seeded, maximize, seed is not None, group is of.groups[-1])
+    except BaseException:  # an interpreted kernel that Ctrl-C ends leaves its ticket
+        _known.pop(key, None)
+        raise
     if count is not None and not of.groups:
         apply(Tensor.add_, count, 1 if found is None else found.view(()) == 0)
     torch.autograd.graph.increment_version(states if count is None else [*states, count])  # for graphs that kept one
