@@ -249,6 +249,17 @@ def test_others_in_the_same_memory_are_known(device):
     assert list(module._known.values())[-1] is not of
 
 
+def test_a_step_that_is_refused_leaves_no_gradients(device):
+    ps, gs, ms, vs = model(device, [(8,), (8,)])
+    want = by_torch(ps, [gs, gs], lr=0.01)
+    adamw_step(ps, gs, ms, vs, step=1, lr=0.01)
+    others = [torch.ones_like(g) for g in gs]
+    with pytest.raises(ValueError, match="apart from gradients"):
+        adamw_step(ps, others, ms, vs, step=others[1][3])
+    adamw_step(ps, gs, ms, vs, step=2, lr=0.01)
+    close(ps, want)
+
+
 @pytest.mark.parametrize("shapes", [[(8,)], [(8,), (0,), (12,)]], ids=len)
 def test_gradients_that_move_are_found_and_those_in_what_is_written_refused(shapes, device):
     """One is an argument of the launch, several are in a table."""

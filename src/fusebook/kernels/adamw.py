@@ -377,6 +377,7 @@ class _List:
         if len(addresses) == 1:  # an argument of the launch
             return _Placed(addresses, first)
         if kept is not None and kept.table is not None:
+            self.placed = None  # if what follows is refused or interrupted, the table is not what it was
             _, held = _on_device(first[self.order], self.device, kept.table)
             return _Placed(addresses, first, kept.told, kept.table, held)
         table, held = _on_device(first[self.order], self.device)
