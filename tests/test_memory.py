@@ -8,6 +8,7 @@ import triton.language as tl
 import fusebook
 import memcheck
 from fusebook.kernels._call import INTERPRETED
+from fusebook.kernels.products import _pair
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="compute-sanitizer does this on a GPU")
 #: Elements between neighbours that int32 can number, though not the second of them.
@@ -37,6 +38,13 @@ def _paired(y_ptr, x_ptr, SIZE, BLOCK: tl.constexpr):
 def _counted(y_ptr, SIZE, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     tl.atomic_add(y_ptr + at, 1.0, mask=at < SIZE)
+
+
+@triton.jit
+def _joined(y_ptr, x_ptr, SIZE, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    y, _ = _pair(x_ptr, x_ptr, x_ptr, at, at < SIZE, SIZE, SIZE, False, 2)
+    tl.store(y_ptr + at, y)
 
 
 @interpreted
@@ -122,3 +130,11 @@ def test_rows_that_lie_far_apart_are_found(name, case, device, room):
     x = far(3, 600 if name == "logistic" and device == "cpu" else 40, torch.float16, device)
     got, want = case(x)
     torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3, check_dtype=False)
+
+
+def test_parts_of_a_sum_that_lie_far_apart_are_found(device, room):
+    room(6 * 2**30)
+    x, y = torch.empty(2 * FAR + 8, dtype=torch.float16, device=device), torch.empty(8, device=device)
+    x[:8], x[-8:] = 1, 2
+    _joined[(1,)](y, x, FAR, BLOCK=8)
+    assert y.tolist() == [3] * 8

@@ -252,8 +252,9 @@ def _sum(parts_ptr, at, mask, APART, SPLIT: tl.constexpr):
 @triton.jit
 def _pair(g_ptr, u_ptr, bias_ptr, at, mask, SIZE, N, BIAS: tl.constexpr, SPLIT: tl.constexpr):
     """Elements of both products, with their biases; parts of a sum are a pair apart."""
-    g = _sum(g_ptr, at, mask, 2 * SIZE, SPLIT)  # read MN
-    u = _sum(u_ptr, at, mask, 2 * SIZE, SPLIT)  # read MN
+    apart = 2 * tl.cast(SIZE, tl.int64)
+    g = _sum(g_ptr, at, mask, apart, SPLIT)  # read MN
+    u = _sum(u_ptr, at, mask, apart, SPLIT)  # read MN
     if g.dtype != tl.float64:
         g = g.to(tl.float32)
         u = u.to(tl.float32)
