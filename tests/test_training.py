@@ -4,6 +4,7 @@ import collections
 import contextlib
 import copy
 import functools
+import gc
 import inspect
 import os
 import pickle
@@ -288,6 +289,7 @@ def test_recompute_keeps_neither_norms_nor_products(how, llama):
         loss = model(IDS, labels=IDS).loss
     refs = [StorageWeakRef(t.untyped_storage()) for t in kept.values()]
     kept.clear()
+    gc.collect()  # Triton's interpreter leaves storages in a cycle
     assert len(refs) == 6 and all(ref.expired() == (how == "recompute") for ref in refs)
     for again in (True, False):  # the second time from what the first one has computed
         found = torch.autograd.grad(loss, [*model.parameters()], retain_graph=again)

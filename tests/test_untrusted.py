@@ -339,7 +339,7 @@ def test_what_is_rewritten_equals_onnx_runtime_on_the_original(kind, device):
             fused = export.fuse(model)
             assert model.SerializeToString() == before
             ours = [op for domain, op in operators(fused) if domain == "fusebook"]
-            if opset < 16 or dtype == torch.int64:
+            if opset < 16 or dtype == torch.int64 or kind == "a function":  # functions stay as they are
                 assert not ours
             if kind in ("a mask that a caller may replace", "missing shapes", "further axes"):
                 assert "MaskedScatterNDOfShape" not in ours
@@ -349,7 +349,7 @@ def test_what_is_rewritten_equals_onnx_runtime_on_the_original(kind, device):
             got = Graph(fused, device=device if ours else "cpu", ops=NODES)(feeds)
             for a, b in zip(got.values(), want.values(), strict=True):
                 torch.testing.assert_close(a.cpu(), b, rtol=0, atol=0)
-    assert rewritten >= 3, "nothing was tried"
+    assert rewritten >= 3 or kind == "a function", "nothing was tried"
 
 
 @pytest.mark.parametrize("which", ["masked", "nothing", "v"])
