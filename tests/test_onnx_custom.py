@@ -451,6 +451,23 @@ def test_sessions_and_runs_leave_nothing_behind(device):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 4096  # KiB
 
 
+def test_an_operator_lives_as_long_as_options_and_sessions_with_it():
+    op, f = unary(), torch.float32
+    kept, options = weakref.ref(op), ort.SessionOptions()
+    register(options, op)
+    proto = one_node("Unary", {"x": f}, {"y": f})
+    del op
+    gc.collect()
+    session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    del options
+    gc.collect()
+    session.set_providers(["CPUExecutionProvider"])  # makes the session once more
+    assert session.run(None, {"x": np.ones(2, np.float32)})[0].tolist() == [2, 2]
+    del session
+    gc.collect()
+    assert kept() is None
+
+
 def test_a_tensor_that_is_kept_crashes_nothing():
     kept = []
     g = graph(unary(launcher=lambda x, out: kept.extend([x, out]) or out.copy_(x)))

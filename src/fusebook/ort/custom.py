@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -295,7 +296,8 @@ def _stream(address: int, device: int) -> Any:
     return _key(torch.cuda.ExternalStream(address, device=device) if address else torch.cuda.default_stream(device))
 
 
-_OPS: dict[int, CustomOp] = {}
+#: A launcher may hold weights, so an operator lives no longer than options and kernels that have it.
+_OPS: weakref.WeakValueDictionary[int, CustomOp] = weakref.WeakValueDictionary()
 _KERNELS: dict[int, _Kernel] = {}
 _numbers = itertools.count(1)
 
@@ -717,6 +719,7 @@ def register(options: Any, *ops: CustomOp) -> None:
             raise TypeError(
                 f"onnx.register: expected operators from onnx.custom_op, got {type(op).__name__}; make one of it"
             )
+    weakref.finalize(options, len, ops).atexit = False
     for domain in dict.fromkeys(op.domain for op in ops):
         chosen = [op for op in ops if op.domain == domain]
         names = [op.name for op in chosen]
