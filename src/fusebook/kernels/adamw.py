@@ -32,6 +32,8 @@ from ._call import (
     LIBRARY,
     NAMESPACE,
     _below,
+    _modes,
+    _private,
     apply,
     check_local,
     check_stored,
@@ -584,8 +586,8 @@ def _without_memory(
 torch.library.register_fake(f"{NAMESPACE}::{_NAME}", _without_memory, lib=LIBRARY)
 _custom = getattr(torch.ops, NAMESPACE).adamw_step.default
 #: The mode of `torch.autograd.graph.allow_mutation_on_saved_tensors`, which fails if an operator may write to None.
-_Cloning = getattr(torch.autograd.graph, "_CloneArgBeforeMutateMode", ())
-_modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+_Cloning = _private("torch.autograd.graph:_CloneArgBeforeMutateMode", ())
+_stack = _private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", list)
 
 
 def _no_batch(*_: Any) -> None:
@@ -750,7 +752,8 @@ def adamw_step(
             if single is not None and first is not None:
                 _single(what, single, first)
         _no_gradient_of(lists[1])
-        if count is None and not torch.compiler.is_compiling() and any(isinstance(m, _Cloning) for m in _modes()):
-            numbers = (torch.full((), done - 1, device=lists[0][0].device), *numbers[1:])
+        if count is None and not torch.compiler.is_compiling() and _modes():
+            if any(isinstance(mode, _Cloning) for mode in _stack()):
+                numbers = (torch.full((), done - 1, device=lists[0][0].device), *numbers[1:])
         with torch.no_grad():
             _custom(*lists, *numbers)

@@ -719,7 +719,7 @@ def register(options: Any, *ops: CustomOp) -> None:
             raise TypeError(
                 f"onnx.register: expected operators from onnx.custom_op, got {type(op).__name__}; make one of it"
             )
-    weakref.finalize(options, len, ops).atexit = False
+    weakref.finalize(options, len, ops).atexit = False  # holds the operators as long as there are the options
     for domain in dict.fromkeys(op.domain for op in ops):
         chosen = [op for op in ops if op.domain == domain]
         names = [op.name for op in chosen]

@@ -363,7 +363,7 @@ def training() -> pd.DataFrame:
     for model, tokens in ((first, LENGTHS[1]), (second, LENGTHS[0]), (second, LENGTHS[1])):
         rows += [_row(name, model, tokens) for name in EVERYWHERE]
     rows.append({**_row("eager", first, LENGTHS[0]), "implementation": "eager, again"})
-    _build("small Llama")  # frees the last one
+    _free()  # others measure now
     for name, process in apart.items():
         rows += _ended(name, process, "\n" if name in said else "\n\n", said.get(name, ()))
     return pd.DataFrame(rows)
