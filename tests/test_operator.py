@@ -919,6 +919,17 @@ def test_autocast_has_the_rules_of_torch(name, where):
                     torch.testing.assert_close(found, right, atol=0.06, rtol=0.06)
 
 
+@pytest.mark.parametrize("name", CHAINS)
+def test_meta_tensors_have_shapes_under_autocast_of_the_cpu(name):
+    """Autocast knows no meta device, and changes nothing of tensors there."""
+    fused, chain = CHAINS[name]
+    with torch.autocast("cpu", torch.bfloat16):
+        x, w = torch.empty(4, 8, device="meta"), torch.empty(6, 8, device="meta")
+        found, right = fused(x, w), chain(x, w)
+    for f, r in zip(*(v if isinstance(v, tuple) else (v,) for v in (found, right)), strict=True):
+        assert (f.device.type, f.shape, f.dtype) == ("meta", r.shape, r.dtype)
+
+
 @pytest.mark.skipif(ABSENT in os.environ, reason="no kernel runs there")
 def test_gradients_under_autocast_have_the_dtypes_of_their_tensors(device):
     found = []

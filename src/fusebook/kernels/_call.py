@@ -568,6 +568,11 @@ def as_it_is(g: Any) -> Any:
     return g.resolve_neg() if isinstance(g, Tensor) and g.is_neg() else g
 
 
+def autocasts(device: str) -> bool:
+    """Whether autocast is on for tensors of a device; there are devices that it does not know, such as meta."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def _cast(args: Sequence[Any], dtype: torch.dtype) -> list[Any]:
     """Arguments with tensors in a dtype, but for integers and float64, which autocast leaves as they are."""
     return [
@@ -902,7 +907,7 @@ class Operator:
     def _compiled(self, *args: Any) -> Any:
         """A call that torch.compile traces."""
         traced = self.traced or self.check
-        if self.autocast is not None and torch.is_autocast_enabled(args[0].device.type):
+        if self.autocast is not None and autocasts(args[0].device.type):
             with torch.autocast(args[0].device.type, enabled=False):
                 return self.autocast(args[0].device.type, lambda *cast: self.custom(*traced(*cast)), *args)
         return self.custom(*traced(*args))
@@ -910,7 +915,7 @@ class Operator:
     def _unusual(self, *args: Any) -> Any:
         """A call under autocast, a profiler, a mode, a tracer or a transform."""
         device = next((t.device.type for t in _flat(args)), "cpu")
-        if _autocast() and torch.is_autocast_enabled(device):
+        if _autocast() and autocasts(device):
             torch.set_autocast_enabled(device, False)
             try:
                 return self.call(*args) if self.autocast is None else self.autocast(device, self.call, *args)

@@ -57,6 +57,7 @@ from ._call import (
     Operator,
     _autocast,
     apply,
+    autocasts,
     capturing,
     contiguous,
     flag,
@@ -1816,7 +1817,7 @@ def linear_cross_entropy(
     learned = getattr(hidden, "requires_grad", False) or getattr(head, "requires_grad", False)
     learned = (learned or getattr(bias, "requires_grad", False)) and torch.is_grad_enabled()
     if learned and isinstance(hidden, Tensor) and isinstance(head, Tensor):
-        if _autocast() and torch.is_autocast_enabled(hidden.device.type):
+        if _autocast() and autocasts(hidden.device.type):
             hidden, head, bias = lower(hidden.device.type, lambda *cast: cast, hidden, head, bias)
         scaled = hidden.dtype is torch.float16 or head.dtype is torch.float16
         if torch.compiler.is_dynamo_compiling():
