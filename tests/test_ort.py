@@ -836,6 +836,28 @@ def test_models_that_would_lose_or_mistake_something_are_refused(change, message
             export.fuse(ir.from_proto(model))
 
 
+def test_a_model_whose_branches_have_names_of_the_outer_graph_stays_as_it_is():
+    numbers = {"s": torch.tensor([3, 2]), "i": torch.tensor([[1]]), "c": torch.full((1, 2), 5.0)}
+    outer, inner = ([onnx.numpy_helper.from_array(v.numpy() * k, name) for name, v in numbers.items()] for k in (20, 1))
+
+    def branch(y):
+        chain = [oh.make_node("ConstantOfShape", ["s"], [f"{y}0"])]
+        chain += [oh.make_node("ScatterND", [f"{y}0", "i", "c"], [y], reduction="add")]
+        return oh.make_graph(chain, y, [], [oh.make_tensor_value_info(y, 1, [3, 2])], inner)
+
+    nodes = [oh.make_node("If", ["p"], ["o"], then_branch=branch("a"), else_branch=branch("b"))]
+    nodes += [oh.make_node("Add", ["o", "c"], ["y"])]
+    given, made = oh.make_tensor_value_info("p", 9, []), oh.make_tensor_value_info("y", 1, [3, 2])
+    proto = oh.make_model(
+        oh.make_graph(nodes, "g", [given], [made], outer[2:]), ir_version=10, opset_imports=[oh.make_opsetid("", 18)]
+    )
+    before, expected = proto.SerializeToString(), torch.tensor([[100.0] * 2, [105.0] * 2, [100.0] * 2])
+    for model in (export.fuse(proto), proto):
+        y = Graph(model, device="cpu", ops=NODES)({"p": torch.tensor(True)})["y"]
+        assert torch.equal(y, expected)
+    assert proto.SerializeToString() == before
+
+
 def test_a_model_of_onnx_ir_stays_as_it_is():
     pytest.importorskip("onnxscript")
     ir = pytest.importorskip("onnx_ir")

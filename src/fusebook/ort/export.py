@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
@@ -420,9 +421,9 @@ def fuse(model: Any) -> Any:
         return op.ScatterNDOfShape(shape, indices, updates, reduction="add", _domain="fusebook", _version=1)
 
     found: dict[Any, PackedWeight] = {}
-    # What is no ModelProto would be rewritten where it is.
+    # Of the model itself, onnx_ir would rename initializers.
     with understood("fuse"):
-        whole = onnx_ir.from_proto(given) if proto else given.clone()
+        whole = onnx_ir.from_proto(copy.deepcopy(given)) if proto else given.clone()
     taken = {v.name for node in whole.graph.all_nodes() for v in (*node.inputs, *node.outputs) if v is not None}
     taken |= {v.name for graph in (whole.graph, *whole.graph.subgraphs()) for v in (*graph.inputs, *graph.outputs)}
 
