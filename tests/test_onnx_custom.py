@@ -327,7 +327,10 @@ def test_descriptions_that_contradict_themselves_are_refused():
     one = {"inputs": {"x": f}, "outputs": {"y": f}, "launcher": lambda x, out: None, "shape": "x"}
     wrong = [
         (ValueError, "a name such as", {"name": "no name"}),
-        (ValueError, "optimizer does not know, got Identity, .* call it MyIdentity", {"name": "Identity"}),
+        *(
+            (ValueError, f"optimizer does not know, got {name}, .* call it My{name}", {"name": name})
+            for name in ("Identity", "Clip", "If", "MatMulInteger", "QuantizeLinear", "Shape", "Size", "Squeeze")
+        ),
         (TypeError, "launcher to be a function, got int", {"launcher": 3}),
         (ValueError, "at least one output", {"outputs": {}}),
         (ValueError, r"the type of x to be a torch dtype \(float32, .*\) or one of types", {"inputs": {"x": "T"}}),

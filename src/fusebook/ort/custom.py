@@ -357,11 +357,24 @@ _DESTROY_CALLBACK = _DESTROY(_destroy)
 
 # Operators -------------------------------------------------------------------------------------------------------
 
-#: Names by which ONNX Runtime's optimizer knows a node in any domain: it leaves such nodes out, or reads inputs that
-#: they do not have, which ends the process.
+#: Names by which ONNX Runtime knows a node in any domain: it leaves such nodes out, or reads inputs that they do not
+#: have, which ends the process.
 _TAKEN = {
-    *("Add", "Cast", "Conv", "ConvTranspose", "DequantizeLinear", "Div", "Expand", "Gather", "Gemm", "Identity"),
-    *("Mul", "Sub", "Transpose", "Where"),
+    *(
+        "Add",
+        "Cast",
+        "Clip",
+        "Constant",
+        "Conv",
+        "ConvTranspose",
+        "DequantizeLinear",
+        "Div",
+        "Expand",
+        "Gather",
+        "Gemm",
+    ),
+    *("Identity", "If", "MatMulInteger", "Mul", "QuantizeLinear", "Shape", "Size", "Squeeze", "Sub", "Transpose"),
+    *("Unsqueeze", "Where", "YieldOp"),
 }
 
 Kinds = Mapping[str, torch.dtype | str]
