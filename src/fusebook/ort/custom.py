@@ -360,21 +360,9 @@ _DESTROY_CALLBACK = _DESTROY(_destroy)
 #: Names by which ONNX Runtime knows a node in any domain: it leaves such nodes out, or reads inputs that they do not
 #: have, which ends the process.
 _TAKEN = {
-    *(
-        "Add",
-        "Cast",
-        "Clip",
-        "Constant",
-        "Conv",
-        "ConvTranspose",
-        "DequantizeLinear",
-        "Div",
-        "Expand",
-        "Gather",
-        "Gemm",
-    ),
-    *("Identity", "If", "MatMulInteger", "Mul", "QuantizeLinear", "Shape", "Size", "Squeeze", "Sub", "Transpose"),
-    *("Unsqueeze", "Where", "YieldOp"),
+    *("Add", "Cast", "Clip", "Constant", "Conv", "ConvTranspose", "DequantizeLinear", "Div", "Expand", "Gather"),
+    *("Gemm", "Identity", "If", "MatMulInteger", "Mul", "QuantizeLinear", "Shape", "Size", "Squeeze", "Sub"),
+    *("Transpose", "Unsqueeze", "Where", "YieldOp"),
 }
 
 Kinds = Mapping[str, torch.dtype | str]
