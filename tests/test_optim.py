@@ -495,6 +495,21 @@ def test_a_seed_that_a_group_gets_later_is_for_bfloat16_alone(device):
     assert [torch.equal(*both) for both in zip(*results, strict=True)] == [False, True]
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_parameter_that_becomes_bfloat16_is_rounded_by_chance(which, device):
+    """Its float32 gradient is the same object as before."""
+    ps = [torch.nn.Parameter(torch.ones(4096, device=device)) for _ in range(2)]
+    optimizer = AdamW(ps, lr=2.0**-12, weight_decay=0.0, seed=3)
+    for p in ps:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    ps[which].data = torch.ones(4096, device=device, dtype=torch.bfloat16)
+    optimizer.step()
+    moved = (ps[which].detach() != 1).float().mean().item()
+    assert 0.04 < moved < 0.09  # 1 / 16 of the distance to the next number
+    close([ps[1 - which].detach()], [torch.full((4096,), 1 - 2.0**-11, device=device)])
+
+
 def test_a_second_step_with_new_gradients_looks_up_no_state(device, monkeypatch):
     ps = parameters(device)[1:]
     optimizer = after(AdamW(ps), ps, 1)

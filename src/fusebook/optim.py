@@ -85,6 +85,7 @@ class _Kept:
     params: list[Tensor]
     left: list[Tensor]
     seed: Any
+    dtypes: list[torch.dtype]  # of `params`, of which a seed is for some
     launches: list[_Launch]
 
     def again(self, group: dict[str, Any]) -> list[Any]:
@@ -93,6 +94,7 @@ class _Kept:
             len(self.params) != len(group["params"])
             or not _same(self.params, group["params"])
             or self.seed is not group.get("seed")
+            or (self.seed is not None and [p.dtype for p in self.params] != self.dtypes)
             or any([p.grad is not None for p in self.left])
         ):
             return [None]
@@ -298,7 +300,8 @@ class AdamW(torch.optim.AdamW):
                 launch.count = launch.count.clone()
             launch.count_by(launch.count)
             taken.add(id(launch.count))
-        self._kept[id(group)] = _Kept([*group["params"]], left, group.get("seed"), launches)
+        dtypes = [p.dtype for p in group["params"]]
+        self._kept[id(group)] = _Kept([*group["params"]], left, group.get("seed"), dtypes, launches)
         return [(launch, [p.grad for p in launch.params]) for launch in launches]
 
     def _launch(
