@@ -495,6 +495,37 @@ def test_a_seed_that_a_group_gets_later_is_for_bfloat16_alone(device):
     assert [torch.equal(*both) for both in zip(*results, strict=True)] == [False, True]
 
 
+@pytest.mark.parametrize(
+    "wrapped", [lambda found: [found], lambda found: {**found, "state": [*found["state"].items()]}]
+)
+def test_a_hook_may_give_a_state_another_form(wrapped, device):
+    ps = parameters(device)
+    optimizer = after(AdamW(ps), ps, 1)
+    want = wrapped(optimizer.state_dict())
+    optimizer.register_state_dict_post_hook(lambda _, found: wrapped(found))
+    assert str(optimizer.state_dict()) == str(want)
+
+
+def test_a_first_step_that_runs_out_of_memory_leaves_no_part_of_a_state(device, monkeypatch):
+    ps = parameters(device)
+    optimizer = AdamW(ps)
+    gradients(ps, 0)
+    made = []
+
+    def zeros_like(t):
+        made.append(t)
+        if len(made) == 4:  # the second average of the second parameter
+            raise torch.OutOfMemoryError
+        return torch.zeros(t.shape, dtype=t.dtype, device=t.device)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros_like", zeros_like)
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+    optimizer.step()
+    assert [state["step"].item() for state in optimizer.state.values()] == [1] * len(ps)
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_parameter_that_becomes_bfloat16_is_rounded_by_chance(which, device):
     """Its float32 gradient is the same object as before."""

@@ -263,9 +263,9 @@ class AdamW(torch.optim.AdamW):
                 "capturable=False; step once, then capture"
             )
         for p in new:
+            averages = {key: torch.zeros_like(p) for key in _STATE[: 3 if group["amsgrad"] else 2]}
             # Of a known number, so that fake tensors count too.
-            self.state[p]["step"] = torch.tensor(0.0, device="cpu")
-            self.state[p].update({key: torch.zeros_like(p) for key in _STATE[: 3 if group["amsgrad"] else 2]})
+            self.state[p].update(step=torch.tensor(0.0, device="cpu"), **averages)
         if new:
             self._share_counts(group, new)
         known: dict[int, Any] = {}
@@ -370,10 +370,11 @@ class AdamW(torch.optim.AdamW):
             state while training goes on.
         """
         found = super().state_dict()
-        found["state"] = {
-            key: {**state, "step": state["step"].clone()} if _counted(state) else state
-            for key, state in found["state"].items()
-        }
+        if isinstance(found, dict) and isinstance(found.get("state"), dict):  # a hook may have returned anything
+            found["state"] = {
+                key: {**state, "step": state["step"].clone()} if _counted(state) else state
+                for key, state in found["state"].items()
+            }
         return found
 
     def __setstate__(self, state: dict[str, Any]) -> None:
