@@ -671,6 +671,19 @@ def test_a_chain_within_a_function_stays():
         assert y.tolist() == [[-2, -2], [0, 0], [0, 0], [-1, -1]]
 
 
+def test_a_domain_that_only_functions_use_stays():
+    pytest.importorskip("onnxscript")
+    standard, a, b = (oh.make_opsetid(domain, version) for domain, version in (("", 18), ("a", 1), ("b", 1)))
+    inner = oh.make_function("b", "Inner", ["x"], ["y"], [oh.make_node("Neg", ["x"], ["y"])], [standard])
+    call = oh.make_node("Inner", ["x"], ["y"], domain="b")
+    outer = oh.make_function("a", "Outer", ["x"], ["y"], [call], [standard, b])
+    ends = (oh.make_tensor_value_info(name, 1, [3]) for name in "xy")
+    graph = oh.make_graph([oh.make_node("Outer", ["x"], ["y"], domain="a")], "g", *([end] for end in ends))
+    proto = oh.make_model(graph, opset_imports=[standard, a, b], functions=[outer, inner], ir_version=10)
+    x = torch.ones(3)
+    assert torch.equal(Graph(export.fuse(proto), device="cpu")({"x": x})["y"], -x)
+
+
 def _ones(graph):
     graph.node[0].attribute[0].t.float_data[:] = [1.0]
 
@@ -717,6 +730,7 @@ def test_a_mask_that_means_something_else_stays(change):
         (["n", 1], [1, "D"], False),
         (["n", 1], ["m", "D"], False),
         ([None, 1], [None, "D"], False),
+        (["", 1], ["", "D"], False),
         (["a", "b", 1], ["a", "b", "D"], True),
         (["a", "b", 1], ["a", 1, "D"], False),
         (["a", "b", 1], ["b", "D"], False),
@@ -734,11 +748,11 @@ def test_updates_that_where_broadcasts_stay_as_they_are(indices, updates, fused,
     proto = changed(declared)
     after = export.fuse(proto)
     assert (("fusebook", "MaskedScatterNDOfShape") in domains(after)) == fused
-    sizes = {"n": 4, "m": 1, "a": 2, "b": 3, None: 4, "k": 1, "D": 2}
+    sizes = {"n": 4, "m": 1, "a": 2, "b": 3, None: 4, "": 4, "k": 1, "D": 2}
     index = torch.tensor([0, -1, 2, 0, 1, -1], device=device)[: 6 if "a" in indices else 4]
     values = torch.arange(1.0, 13.0, device=device)
     shape = [sizes.get(size, size) for size in updates]
-    if None in updates:
+    if updates[0] in (None, ""):
         shape[0] = 1  # it is not known to be that of the indices
     feeds = {
         "shape": torch.tensor([3, 2]),

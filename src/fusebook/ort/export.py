@@ -342,7 +342,8 @@ def fuse(model: Any) -> Any:
         replace or that are in another file, integers, indices of several components under a mask, updates that Where
         broadcasts, zeros that another node reads), or of which that is not known, stays as it is. Sizes are known to be
         equal where they are the same number or have the same name. A MatMulNBits with ``g_idx`` stays too, with a
-        warning, and so do the model's functions.
+        warning, and so do the model's functions. ONNX Runtime infers no shapes from Fusebook's nodes: what a Loop
+        without iterations collects of them has one axis, unless its body declares a shape.
 
     Raises
     ------
@@ -397,7 +398,9 @@ def fuse(model: Any) -> Any:
         # A mask of several components, or of updates that Where broadcasts, means something else than a node's.
         known = indices.shape is not None and updates.shape is not None
         rows = [getattr(size, "value", size) for size in list(indices.shape)[:-1]] if known else [None]
-        alike = None not in rows and rows == [getattr(size, "value", size) for size in list(updates.shape)[:-1]]
+        alike = {None, ""}.isdisjoint(rows) and rows == [
+            getattr(size, "value", size) for size in list(updates.shape)[:-1]
+        ]
         one = alike and list(indices.shape)[-1:] == [1]
         made = zeros.producer().attributes.get("value")
         if not (one and _is_zero(made)):
@@ -471,8 +474,9 @@ def fuse(model: Any) -> Any:
     )
     with understood("fuse"):
         # ONNX Runtime infers no type from a node of a custom operator within a function.
-        kept_functions = {**whole.functions}
+        kept_functions, kept_imports = {**whole.functions}, {**whole.opset_imports}
         whole.functions.clear()
         fused = rewrite(whole, pattern_rewrite_rules=rules)
         fused.functions.update(kept_functions)
+        fused.opset_imports.update(kept_imports)  # those too that only functions need
         return onnx_ir.to_proto(fused) if proto else fused
