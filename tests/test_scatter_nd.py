@@ -203,7 +203,7 @@ def test_a_row_is_masked_when_any_component_is(device):
 
 @pytest.mark.parametrize("k", range(6))
 def test_any_number_of_components(k, device):
-    """As index_put_ does; more than four are folded in two launches; none names the whole output."""
+    """As index_put_ does; none names the whole output."""
     shape = (2, 3, 2, 2, 3)
     rng = generator(k, device)
     indices = torch.stack(
@@ -219,6 +219,28 @@ def test_any_number_of_components(k, device):
         got = plain(shape, indices, updates, strategy=strategy)
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(plain(shape, indices.int(), updates, strategy=strategy), want)
+
+
+@pytest.mark.parametrize("n", [5, 40])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_components_take_no_launch_and_change_no_bits(strategy, n, device, monkeypatch):
+    """Three components of an index are one number where they are read, or before a sort that reads them often."""
+    rng = generator(n, device)
+    row = torch.randint(600, (n, 1), generator=rng, device=device)
+    components = torch.cat([row // 30, row // 6 % 5 - 5, row % 6], -1)
+    updates, wanted, launch = torch.randn(n, 7, generator=rng, device=device), [], scatter.launch
+    monkeypatch.setattr(scatter, "launch", lambda f, *a, **k: wanted.append(f.__name__) or launch(f, *a, **k))
+    one = plain((600, 7), row, updates, check=False, strategy=strategy)
+    several = plain((20, 5, 6, 7), components, updates, check=False, strategy=strategy)
+    half = len(wanted) // 2
+    assert wanted[:half] == wanted[half:] and half
+    monkeypatch.setitem(scatter._FOLDING, "count", n - 1)
+    apart = plain((20, 5, 6, 7), components.int(), updates, check=False, strategy=strategy)
+    assert ("_scatter_nd_keys" in wanted) == (strategy == "sorted")
+    for got in (several, apart):
+        if strategy == "sorted":
+            assert torch.equal(got.view(600, 7), one)
+        torch.testing.assert_close(got.view(600, 7), one)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -114,35 +114,32 @@ def _scatter_nd_fill(out_ptr, SIZE, BLOCK: tl.constexpr, EARLY: tl.constexpr = F
 
 
 @triton.jit
-def _row_of(index, R, masked, MASKED: tl.constexpr):
-    """The row that an index names, counted from the end if it is negative; -1 if it is masked or out of range."""
-    index = index.to(tl.int64)
-    row = tl.where(index < 0, index + R, index)
-    live = (row >= 0) & (row < R)
-    if MASKED:
-        live = live & (index != masked)
+def _row_of(indices_ptr, i, inside, sizes, masked, MASKED: tl.constexpr):
+    """The row that index `i` names by a component for each of `sizes`, which may count from the end.
+
+    It is -1 if a component is masked or out of range.
+    """
+    row = tl.zeros(i.shape, tl.int64)
+    live = inside
+    for axis in tl.static_range(len(sizes)):
+        at = tl.load(indices_ptr + i * len(sizes) + axis, mask=inside, other=0).to(tl.int64)
+        if MASKED:
+            live = live & (at != masked)
+        at = tl.where(at < 0, at + sizes[axis], at)
+        live = live & (at >= 0) & (at < sizes[axis])
+        row = row * sizes[axis] + at
     return tl.where(live, row, -1)
 
 
 @triton.jit
 def _scatter_nd_keys(
-    keys_ptr, indices_ptr, n, K, S0, S1, S2, S3, masked,
-    MASKED: tl.constexpr, AXES: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
-):  # fmt: skip
-    """Fold up to four components of each index into one row number; more components take more launches."""
+    keys_ptr, indices_ptr, n, masked, sizes, MASKED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = False
+):
+    """Write the row that each index names, for a sort that reads it often."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    inside = i < n
-    if FIRST:
-        key = tl.zeros([BLOCK], tl.int64)
-    else:
-        key = tl.load(keys_ptr + i, mask=inside, other=-1).to(tl.int64)
-    for a in tl.static_range(AXES):
-        size = S0 if a == 0 else S1 if a == 1 else S2 if a == 2 else S3
-        at = _row_of(tl.load(indices_ptr + i * K + a, mask=inside, other=0), size, masked, MASKED)
-        key = tl.where((key < 0) | (at < 0), -1, key * size + at)
-    tl.store(keys_ptr + i, key, mask=inside)
+    tl.store(keys_ptr + i, _row_of(indices_ptr, i, i < n, sizes, masked, MASKED), mask=i < n)
 
 
 # Atomic --------------------------------------------------------------------------------------------------------------
@@ -150,7 +147,7 @@ def _scatter_nd_keys(
 
 @triton.jit
 def _scatter_nd_atomic(
-    sums_ptr, indices_ptr, updates_ptr, R, D, n, stride, masked,
+    sums_ptr, indices_ptr, updates_ptr, sizes, D, n, stride, masked,
     MASKED: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LATE: tl.constexpr = False,
 ):  # fmt: skip
     """Add ROWS updates to zeros. The hardware orders the additions to one element, differently from run to run."""
@@ -158,8 +155,8 @@ def _scatter_nd_atomic(
     tiles = tl.cdiv(D, BLOCK)
     i = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     columns = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    row = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED)  # [ROWS]
-    live = ((row >= 0) & (i < n))[:, None] & (columns < D)[None, :]  # [ROWS, BLOCK]
+    row = _row_of(indices_ptr, i, i < n, sizes, masked, MASKED)  # [ROWS]
+    live = (row >= 0)[:, None] & (columns < D)[None, :]  # [ROWS, BLOCK]
     at = (i * stride * ALIGN)[:, None] + columns[None, :]
     values = tl.load(updates_ptr + at, mask=live, other=0.0).to(sums_ptr.dtype.element_ty)  # read nD
     if LATE:
@@ -183,7 +180,7 @@ def _scatter_nd_round(out_ptr, sums_ptr, SIZE, BLOCK: tl.constexpr, LATE: tl.con
 
 @triton.jit
 def _scatter_nd_sort(
-    out_ptr, order_ptr, keys_ptr, starts_ptr, ends_ptr, counters_ptr, indices_ptr, SIZE, R, n, COUNTERS, masked,
+    out_ptr, order_ptr, keys_ptr, starts_ptr, ends_ptr, counters_ptr, indices_ptr, SIZE, sizes, n, COUNTERS, masked,
     MASKED: tl.constexpr, WIDE: tl.constexpr, MINE: tl.constexpr, THEIRS: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr = False, LATE: tl.constexpr = False,
 ):  # fmt: skip
@@ -201,26 +198,25 @@ def _scatter_nd_sort(
         tl.extra.cuda.gdc_launch_dependents()
     # Row and number in one integer: all differ, and one comparison sorts by row first and by number within a row.
     KEY: tl.constexpr = tl.int64 if WIDE else tl.int32
+    LAST: tl.constexpr = 2**63 - 1 if WIDE else 2**31 - 1
     i = tl.program_id(0) * MINE + tl.arange(0, MINE)  # [MINE]
-    row = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED).to(KEY)
+    row = _row_of(indices_ptr, i, i < n, sizes, masked, MASKED).to(KEY)
     least = ((row + 1) * n)[:, None]  # [MINE, 1]; of the updates of this row
     before = tl.zeros([MINE, THEIRS], tl.int32)
     ahead = tl.zeros([MINE, THEIRS], tl.int32)
     upto = tl.zeros([MINE, THEIRS], tl.int32)
     for start in range(0, n, THEIRS):
         j = start + tl.arange(0, THEIRS)  # [THEIRS]
-        theirs = _row_of(tl.load(indices_ptr + j, mask=j < n, other=0), R, masked, MASKED).to(KEY)
-        last = tl.cast(R + 1, KEY) * n  # cast: Triton makes an argument of 1 a constant, which has no dtype
-        theirs = tl.where(j < n, (theirs + 1) * n + j, last)[None, :]  # [1, THEIRS]; padding sorts after all updates
+        theirs = _row_of(indices_ptr, j, j < n, sizes, masked, MASKED).to(KEY)
+        theirs = tl.where(j < n, (theirs + 1) * n + j, LAST)[None, :]  # [1, THEIRS]; padding sorts after all updates
         before += (theirs < least + i[:, None]).to(tl.int32)  # [MINE, THEIRS]
         ahead += (theirs < least).to(tl.int32)
         upto += (theirs < least + n).to(tl.int32)
     place = tl.sum(before, 1)  # [MINE]
     tl.store(order_ptr + place, i, mask=i < n)
     tl.store(keys_ptr + place, row, mask=i < n)
-    live = (i < n) & (row >= 0)
-    tl.store(starts_ptr + row, tl.sum(ahead, 1), mask=live)  # all updates of a row store the same values
-    tl.store(ends_ptr + row, tl.sum(upto, 1), mask=live)
+    tl.store(starts_ptr + row, tl.sum(ahead, 1), mask=row >= 0)  # all updates of a row store the same values
+    tl.store(ends_ptr + row, tl.sum(upto, 1), mask=row >= 0)
     # The next kernel counts with these.
     for start in range(tl.program_id(0) * THEIRS, COUNTERS, sorting * THEIRS):
         at = start + tl.arange(0, THEIRS)
@@ -316,7 +312,7 @@ def _add_pieces(
 
 @triton.jit
 def _scatter_nd_scan(
-    out_ptr, indices_ptr, updates_ptr, R, D, n, stride, masked,
+    out_ptr, indices_ptr, updates_ptr, sizes, D, n, stride, masked,
     MASKED: tl.constexpr, ALIGN: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Small outputs: each program has one row, reads all indices, and adds up the updates of its row."""
@@ -326,11 +322,10 @@ def _scatter_nd_scan(
     row = (tl.program_id(0) // tiles).to(tl.int64)
     columns = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     i = tl.arange(0, N)  # [N]
-    named = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED)  # read n indices
-    mine = tl.where(i < n, named, -1) == row
+    mine = _row_of(indices_ptr, i, i < n, sizes, masked, MASKED) == row  # read n indices
     count = tl.sum(mine.to(tl.int32), 0)
     acc = tl.zeros([1, BLOCK], FLOAT)
-    if count <= 8:
+    if N <= 8 or count <= 8:
         # Few: find their numbers one after another, in rising order; the four loads are in flight together.
         last = tl.full([], -1, tl.int32)
         for _ in range(0, count, 4):
@@ -346,19 +341,18 @@ def _scatter_nd_scan(
         for first in range(0, n, 4 * GROUP):
             for u in tl.static_range(4):
                 j = first + u * GROUP + tl.arange(0, GROUP)[:, None]  # [GROUP, 1]
-                theirs = _row_of(tl.load(indices_ptr + j, mask=j < n, other=0), R, masked, MASKED)
-                live = (theirs == row) & (j < n) & (columns < D)
+                live = (_row_of(indices_ptr, j, j < n, sizes, masked, MASKED) == row) & (columns < D)
                 sums += tl.load(updates_ptr + j.to(tl.int64) * stride * ALIGN + columns, mask=live, other=0.0).to(FLOAT)
         acc = tl.sum(sums, 0)[None, :]
     tl.store(out_ptr + row * D + columns, acc, mask=columns < D)  # write RD
 
 
 @triton.jit
-def _scatter_nd_count(slots_ptr, counts_ptr, indices_ptr, R, n, masked, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+def _scatter_nd_count(slots_ptr, counts_ptr, indices_ptr, sizes, n, masked, MASKED: tl.constexpr, BLOCK: tl.constexpr):
     """Count the updates of each row. The count that an update finds is its slot within the row."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    row = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED)
-    live = (i < n) & (row >= 0)
+    row = _row_of(indices_ptr, i, i < n, sizes, masked, MASKED)
+    live = row >= 0
     slot = tl.atomic_add(counts_ptr + row, tl.full([BLOCK], 1, counts_ptr.dtype.element_ty), mask=live, sem="relaxed")
     tl.store(slots_ptr + i, slot, mask=live)
 
@@ -377,12 +371,12 @@ def _scatter_nd_spans(starts_ptr, ends_ptr, R, BLOCK: tl.constexpr):
 
 @triton.jit
 def _scatter_nd_lists(
-    order_ptr, keys_ptr, starts_ptr, slots_ptr, indices_ptr, R, n, masked, MASKED: tl.constexpr, BLOCK: tl.constexpr
+    order_ptr, keys_ptr, starts_ptr, slots_ptr, indices_ptr, sizes, n, masked, MASKED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Write the number of each update into the span of its row."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    row = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED)
-    live = (i < n) & (row >= 0)
+    row = _row_of(indices_ptr, i, i < n, sizes, masked, MASKED)
+    live = row >= 0
     at = tl.load(starts_ptr + row, mask=live, other=0) + tl.load(slots_ptr + i, mask=live, other=0)
     tl.store(order_ptr + at, i, mask=live)
     tl.store(keys_ptr + at, row, mask=live)
@@ -459,7 +453,7 @@ def _scatter_nd_owner(
 
 @triton.jit
 def _gather_nd_rows(
-    out_ptr, indices_ptr, source_ptr, R, D, n, masked,
+    out_ptr, indices_ptr, source_ptr, sizes, D, n, masked,
     MASKED: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy the row that each index names, zeros if it names none."""
@@ -467,8 +461,8 @@ def _gather_nd_rows(
     tiles = tl.cdiv(D, BLOCK)
     i = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     columns = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
-    row = _row_of(tl.load(indices_ptr + i, mask=i < n, other=0), R, masked, MASKED)  # [ROWS]
-    live = ((i < n) & (row >= 0))[:, None] & (columns < D)
+    row = _row_of(indices_ptr, i, i < n, sizes, masked, MASKED)  # [ROWS]
+    live = (row >= 0)[:, None] & (columns < D)
     values = tl.load(source_ptr + (row * D)[:, None] + columns, mask=live, other=0.0)  # read nD
     tl.store(out_ptr + (i * D)[:, None] + columns, values, mask=(i < n)[:, None] & (columns < D))  # write nD
 
@@ -494,6 +488,8 @@ class Config(NamedTuple):
 
 _ANY = 2**63
 _GROUPING = 576  # bytes of additions that take as long as to group an update
+# Updates up to which a kernel folds components itself. Beyond, it would read them too often, or run out of registers.
+_FOLDING = {"scan": 8, "count": 1536}
 # Tuned on an H200, by bytes of an element. The first line whose limit fits: bytes of a row up to which it holds, bytes
 # of a row that a program takes, elements of a tile that short rows share, together, chunk, steps, warps. A negative
 # chunk is an exponent: 2 ** (bits of the root of n + chunk), at least 16, balances chunks against their sums.
@@ -585,43 +581,26 @@ _config = functools.lru_cache(maxsize=4096)(scatter_config)
 
 
 def _launch_lists(
-    order: Tensor, keys: Tensor, starts: Tensor, ends: Tensor, slots: Tensor, indices: Tensor, R: int, n: int,
-    masked: int | None,
+    order: Tensor, keys: Tensor, starts: Tensor, ends: Tensor, slots: Tensor, indices: Tensor, R: int,
+    axes: tuple[int, ...], n: int, masked: int | None,
 ) -> None:  # fmt: skip
     """Group the updates by row with integer atomics."""
     constants = {"MASKED": masked is not None, "BLOCK": 256}
     grid = (triton.cdiv(n, 256),)
     launch(_scatter_nd_fill, (triton.cdiv(R + 1, 4096),), ends, R + 1, BLOCK=4096)
-    launch(_scatter_nd_count, grid, slots, ends, indices, R, n, masked or 0, **constants)
+    launch(_scatter_nd_count, grid, slots, ends, indices, axes, n, masked or 0, **constants)
     launch(_scatter_nd_spans, (triton.cdiv(R, 1024),), starts, ends, R, BLOCK=1024)
-    launch(_scatter_nd_lists, grid, order, keys, starts, slots, indices, R, n, masked or 0, **constants)
+    launch(_scatter_nd_lists, grid, order, keys, starts, slots, indices, axes, n, masked or 0, **constants)
 
 
-def _keyed(
-    shape: Sequence[int], indices: Tensor, masked: int | None, dtype: torch.dtype, early: bool = False
-) -> Tensor:
-    """The row of each index ``[n, k]`` as one number, -1 if the index is masked or out of range."""
-    n, k = indices.shape
-    if k == 0:  # every index names the whole output
-        return apply(torch.zeros, n, dtype=dtype, device=indices.device)
-    keys = indices.new_empty((n,), dtype=dtype)
-    block = 4096 if INTERPRETED else 256
-    for axis in range(0, k, 4):
-        sizes = tuple(shape[axis : min(axis + 4, k)])
-        # Components from `axis` on; the kernel steps over K of them from one index to the next.
-        launch(
-            _scatter_nd_keys, (triton.cdiv(n, block),),
-            keys, indices.select(1, axis) if axis else indices, n, k, *sizes, *(1,) * (4 - len(sizes)), masked or 0,
-            MASKED=masked is not None, AXES=len(sizes), FIRST=axis == 0, BLOCK=block, EARLY=early,
-        )  # fmt: skip
-    return keys
-
-
-def _folded(shape: Sequence[int], indices: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    """Indices as a contiguous ``[n, k]``, and R, D and n."""
+def _folded(shape: Sequence[int], indices: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, int, int]]:
+    """Indices as a contiguous ``[n, k]``, the axes that they name, and R, D and n."""
     k = indices.shape[-1]
     n = math.prod(indices.shape[:-1])
-    return contiguous(indices).view(n, k), (math.prod(shape[:k]), math.prod(shape[k:]), n)
+    sizes = math.prod(shape[:k]), math.prod(shape[k:]), n
+    if k == 0:  # every index names the whole output
+        return apply(torch.zeros, (n, 1), dtype=indices.dtype, device=indices.device), (1,), sizes
+    return contiguous(indices).view(n, k), tuple(shape[:k]), sizes
 
 
 def _rows(updates: Tensor, n: int, D: int) -> Tensor:
@@ -651,7 +630,8 @@ def _scatter_into(
 ) -> None:
     """An empty `strategy` is the fastest one."""
     dtype, device = updates.dtype, updates.device
-    indices, sizes = _folded(shape, indices)
+    masked = masked if indices.shape[-1] else None
+    indices, axes, sizes = _folded(shape, indices)
     R, D, n = sizes
     if n == 0:
         apply(Tensor.zero_, out)
@@ -663,14 +643,19 @@ def _scatter_into(
     )  # fmt: skip
     # Numbers of rows and of updates: int32 halves the traffic for them.
     whole = torch.int32 if max(R, n) < 2**31 - 1 else torch.int64
-    # The next kernel is launched while keys are folded.
-    keyed = overlapping(device) if indices.shape[1] > 1 and c.grouping == "count" else {}
-    if indices.shape[1] != 1 or c.grouping == "sort":
-        # Updates that are left out have key -1 now.
-        indices, masked = _keyed(shape, indices, masked, whole, bool(keyed)), -1
+    late = {}
+    if c.grouping == "sort" or (len(axes) > 1 and n > _FOLDING.get(c.grouping, n)):
+        # The sort is launched while the rows are written.
+        keys, late = indices.new_empty((n,), dtype=whole), overlapping(device) if c.grouping == "count" else {}
+        block = 4096 if INTERPRETED else 256
+        launch(
+            _scatter_nd_keys, (triton.cdiv(n, block),), keys, indices, n, masked or 0, axes,
+            MASKED=masked is not None, BLOCK=block, EARLY=bool(late),
+        )  # fmt: skip
+        indices, axes, masked = keys, (R,), -1  # updates that are left out have key -1 now
     stride = updates.stride(0) if updates.dim() == 2 else D
     align = math.gcd(max(1, 16 // updates.element_size()), D, stride)  # all rows begin at multiples of it
-    named = indices, updates, R, D // align, n, stride // align, masked or 0
+    named = indices, updates, axes, D // align, n, stride // align, masked or 0
     constants = {"MASKED": masked is not None, "ALIGN": align, "BLOCK": c.block, "num_warps": c.warps}
     tiles = triton.cdiv(D, c.block)
     if c.strategy == "atomic":
@@ -689,15 +674,16 @@ def _scatter_into(
         most = triton.next_power_of_2(n)
         launch(_scatter_nd_scan, (R * tiles,), out, *named, N=most, GROUP=c.together, **constants)
     else:
-        _launch_grouped(out, named, whole, masked, c, **keyed)
+        _launch_grouped(out, named, whole, masked, c, **late)
 
 
 def _launch_grouped(
     out: Tensor, named: tuple[Any, ...], whole: torch.dtype, masked: int | None, c: Config, **late: bool
 ) -> None:  # fmt: skip
     """Bring the updates of a row together, and add them up."""
-    indices, updates, R, units, n, stride, _ = named
+    indices, updates, axes, units, n, stride, _ = named
     device = out.device
+    R = math.prod(axes)
     D = out.numel() // R
     tiles, pieces = triton.cdiv(D, c.block), 2 * (n // c.chunk + 1)
     room = [((pieces, D), accumulated(out.dtype)), ((2, R + 1), whole), ((n,), whole), ((n,), whole)]
@@ -709,7 +695,7 @@ def _launch_grouped(
         mine, theirs = (256, 256) if INTERPRETED else (4, min(256, max(32, triton.next_power_of_2(n))))
         launch(
             _scatter_nd_sort, (triton.cdiv(n, mine) + triton.cdiv(R * D, c.fill),),
-            out, order, keys, starts, ends, counters, indices, R * D, R, n, len(counters), masked or 0,
+            out, order, keys, starts, ends, counters, indices, R * D, axes, n, len(counters), masked or 0,
             MASKED=masked is not None, WIDE=(R + 2) * n >= 2**31, MINE=mine, THEIRS=theirs, BLOCK=c.fill,
             EARLY=bool(early), LATE=bool(late), **late,
         )  # fmt: skip
@@ -726,7 +712,7 @@ def _launch_grouped(
         starts = apply(torch.searchsorted, keys, rows, out_int32=whole == torch.int32)
         ends = starts[1:]
     else:
-        _launch_lists(order, keys, starts, ends, slots, indices, R, n, masked)
+        _launch_lists(order, keys, starts, ends, slots, indices, R, axes, n, masked)
     block = min(c.block, 512)  # chunks are few, so their columns are shared by more programs
     launch(
         _scatter_nd_chunks, (triton.cdiv(n, c.chunk) * triton.cdiv(D, block),),
@@ -743,18 +729,17 @@ def _gather_into(out: Tensor, source: Tensor, indices: Tensor, masked: int | Non
     """The rows of `source` that indices ``[..., k]`` name, zeros for an index that names none."""
     k = indices.shape[-1]
     source = contiguous(source)
-    indices, (R, D, n) = _folded(source.shape, indices)
+    indices, axes, (R, D, n) = _folded(source.shape, indices)
     if R == 0:
         apply(Tensor.zero_, out)
         return
     align = math.gcd(max(1, 16 // source.element_size()), D)
     block = min(triton.next_power_of_2(D), 2048)
     rows = max(1, min((65536 if INTERPRETED else 1024) // block, triton.next_power_of_2(n)))
-    if k != 1:
-        indices, masked = _keyed(source.shape, indices, masked, torch.int64), -1
+    masked = masked if k else None
     launch(
         _gather_nd_rows, (triton.cdiv(n, rows) * triton.cdiv(D, block),),
-        out, indices, source, R, D // align, n, masked or 0,
+        out, indices, source, axes, D // align, n, masked or 0,
         MASKED=masked is not None, ALIGN=align, ROWS=rows, BLOCK=block,
     )  # fmt: skip
 

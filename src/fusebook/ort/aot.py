@@ -78,13 +78,12 @@ class Spec:
 def specs(types: Sequence[str]) -> Iterator[Spec]:
     """What is compiled for dtypes, by their names in `TYPES`."""
     scatter, softmax = "fusebook.kernels.scatter", "fusebook.kernels.softmax"
-    sizes = {"R": "i32", "D": "i32", "n": "i32", "stride": "i32", "masked": "i64"}
+    sizes: dict[str, Any] = {"sizes": ("i32",), "D": "i32", "n": "i32", "stride": "i32", "masked": "i64"}
     for axes in (1, 2, 3, 4):
         yield Spec(
             "KEYS", 0, False, axes, 0, scatter, "_scatter_nd_keys",
-            {"keys_ptr": "*i64", "indices_ptr": "*i64", "n": "i32", "K": "i32", "masked": "i64"}
-            | {f"S{i}": "i32" for i in range(4)},
-            {"MASKED": True, "AXES": axes, "FIRST": True, "BLOCK": _CONSTANTS["KEYS_BLOCK"]}, 4,
+            {"keys_ptr": "*i64", "indices_ptr": "*i64", "n": "i32", "masked": "i64", "sizes": ("i32",) * axes},
+            {"MASKED": True, "BLOCK": _CONSTANTS["KEYS_BLOCK"]}, 4,
         )  # fmt: skip
     for type_, name in enumerate(TYPES):
         triton_type, size = TYPES[name]

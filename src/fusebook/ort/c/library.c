@@ -358,11 +358,11 @@ static Status scatter(Kernel *kernel, void *context, const char *name) {
 
   if (k != 1) {
     uint64_t keys = run.scratch + keys_at;
-    int32_t K = k, S[4] = {1, 1, 1, 1};
+    int32_t S[4];
     for (int64_t i = 0; i < k; i++) S[i] = (int32_t)size[i];
     if (k == 0) status = cuda(api, driver.cuMemsetD8Async(keys, 0, 8 * n, run.stream), "writing zeros");
-    else status = LAUNCH(&run, choose(&run, KEYS, 0, 0, k), ceil_div(n, KEYS_BLOCK), &keys, &from, &count, &K, &S[0], &S[1], &S[2],
-                         &S[3], &masked);
+    else status = launch(&run, choose(&run, KEYS, 0, 0, k), 0, ceil_div(n, KEYS_BLOCK),
+                         (void *[]){&keys, &from, &count, &masked, &S[0], &S[1], &S[2], &S[3]}, 4 + (int)k);
     from = keys, masked = -1;
   }
   if (status) {
