@@ -163,9 +163,9 @@ page.check(means_parts, points, labels, k)
 
 # %%
 # For many centres or coordinates, sums do not fit into registers. There the
-# library sorts points by their labels first, unless they are few. Each program
-# then adds the same number of adjacent points, so a large cluster is the work
-# of many programs.
+# library sorts points by their labels first, unless points or centres are few.
+# Each program then adds the same number of adjacent points, so a large cluster
+# is the work of many programs.
 
 page.source("kmeans_update", fold=True)
 

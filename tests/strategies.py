@@ -38,6 +38,7 @@ COLUMNS = ("operator", "strategy", "seed", "case", "taken", "us", "us_again", "w
 #: A branch by the function that decides, and its result without the branch; or a threshold, and another value.
 BRANCHES = {
     "kmeans._direct_pays": False,  # the points of a centre are found among all labels, without sorting
+    "kmeans._ones_pay": False,  # few centres are a product of ones and points
     "kmeans._sums_fit": False,  # the sums of all centres in registers
     "logistic_step._taken_across": False,  # transposed matrices without a copy
     "scatter._scan_pays": False,  # each row reads all indices

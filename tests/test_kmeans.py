@@ -177,11 +177,12 @@ def test_large_finite_values_pass_the_check(device):
 # The update -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["direct", "sorted"])
+@pytest.fixture(params=["direct", "ones", "sorted"])
 def path(request, monkeypatch):
     """How points find their centres where the sums of all do not fit in registers."""
-    if request.param == "sorted":
+    if request.param != "direct":
         monkeypatch.setattr(module, "_direct_pays", lambda *_: False)
+        monkeypatch.setattr(module, "_ones_pay", lambda *_: request.param == "ones")
     with uncached():
         yield
 
@@ -233,6 +234,19 @@ def test_labels_in_range_count_even_where_k_is_beyond_their_dtype(device):
     astray = labels.to(torch.int32)
     astray[0] = 256  # beyond k = 256, and 0 in eight bits
     assert update(points, astray, 256, check=False)[0].isnan().all()
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", module.DTYPES)
+def test_a_point_that_is_not_finite_spoils_its_centre_alone(dtype, device):
+    points = torch.randn(300, 20, generator=generator(0, device), device=device).to(dtype)
+    labels = torch.arange(300, device=device) % 90 - 3  # some are out of range
+    points[5, 3], points[8, 19], points[70, 4], points[2] = math.nan, math.inf, -math.inf, math.nan
+    got = update(points, labels, 80, check=False)
+    real = (labels >= 0) & (labels < 80)
+    want = kmeans_update_eager(points[real].double(), labels[real], 80)
+    exact = 2e-3 if dtype == torch.float16 else 1e-6
+    torch.testing.assert_close(got.double(), want, rtol=exact, atol=exact, equal_nan=True)
 
 
 def test_keys_hold_the_number_that_stands_for_labels_out_of_range():
@@ -616,7 +630,7 @@ def test_a_plan_keeps_to_what_the_kernels_can(device):
                 for n in (None, 1, 3000, 10**7):
                     for capability in ((8, 0), (8, 9), (9, 0), (10, 0), None):
                         plan = module.kmeans_config(n, d, k, dtype, 8, capability)
-                        assert d <= 8 or plan.how not in ("few", "pairs")
+                        assert d <= {"few": 8, "pairs": 32}.get(plan.how, d)
                         assert plan.how != "screen" or (dtype == torch.float32 and d <= plan.chunk <= 256)
                         assert plan.how != "each" or k <= 16
                         if plan.how == "product":
@@ -781,6 +795,7 @@ for capability in ((9, 0), (8, 0)):
         labels = torch.zeros(4000, dtype=torch.uint8)
         kmeans._launch_means(out, kmeans._launch_chunks(points, labels, 9), out)
         kmeans._launch_direct(out, points, labels, None)
+        kmeans._launch_ones(out, points, labels, None)
 """
 
 

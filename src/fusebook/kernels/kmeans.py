@@ -21,13 +21,14 @@ differences and reads them again, then nk distances. The least traffic is to rea
   bound of its error, and leaves points to the product in float64 if their two best candidates are too close.
 
 The update adds up few centres of few coordinates in registers, in the pass that finds the labels if these are wanted,
-too. In other small problems each program has centres of its own, compares their numbers with all labels and loads only
-their points: one launch, or two if programs share the points. Otherwise the update sorts the points by label and adds
-up neighbours. Its least traffic is to read nd and n labels, and to write kd. Sums are float32 at least (float64 in
-float64) and always added in the same order: the same bits in every run.
+too. Few centres of many points are a matrix product, of a one for each point with its coordinates. In other small
+problems each program has some centres, compares their numbers with all labels and loads only their points: one launch,
+or two if programs share the points. Otherwise the update sorts the points by label and adds up neighbours. Its least
+traffic is to read nd and n labels, and to write kd. Sums are float32 at least (float64 in float64) and always added in
+the same order: the same bits in every run.
 
-Centres that are not contiguous are copied first. So are points, except for *some*, *pairs*, *product* and a small
-update. Points are [n, D] in the kernels. Offsets are int64, because n D may be more than 2**31.
+Centres that are not contiguous are copied first. So are points, except for *some*, *pairs*, *product* and an
+update without sorting. Points are [n, D] in the kernels. Offsets are int64, because n D may be more than 2**31.
 """
 
 from __future__ import annotations
@@ -718,13 +719,13 @@ def _kmeans_groups(groups_ptr, sums_ptr, PARTS, WIDTH, EACH, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _mean(out_ptr, old_ptr, total, many, j, columns, D):
-    """Store the centre j; one without points stays the old one, if old ones are given."""
-    mean = total / many  # [BLOCK_D]; NaN where nothing was added: the mean of nothing
+def _mean(out_ptr, old_ptr, total, many, at, inside):
+    """Store centres at `at`; one without points stays the old one, if old ones are given."""
+    mean = total / many  # NaN where nothing was added: the mean of nothing
     if old_ptr is not None:
-        old = tl.load(old_ptr + j * D + columns, mask=columns < D, other=0.0).to(tl.float64)
+        old = tl.load(old_ptr + at, mask=inside, other=0.0).to(tl.float64)
         mean = tl.where(many > 0, mean, old)
-    tl.store(out_ptr + j * D + columns, mean.to(out_ptr.dtype.element_ty), mask=columns < D)
+    tl.store(out_ptr + at, mean.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -745,15 +746,16 @@ def _kmeans_means(
         inside = live[:, None] & (columns < D)[None, :]
         total += tl.load(sums_ptr + at[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float64)
         count += tl.load(sums_ptr + at + D, mask=live, other=0.0).to(tl.float64)
-    _mean(out_ptr, old_ptr, tl.sum(total, 0), tl.sum(count, 0), j, columns, D)
+    _mean(out_ptr, old_ptr, tl.sum(total, 0), tl.sum(count, 0), j * D + columns, columns < D)
 
 
 @triton.jit
 def _kmeans_direct(
     out_ptr, parts_ptr, found_ptr, points_ptr, labels_ptr, old_ptr, n, K, D, stride_n, stride_d, EACH,
-    LOOK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, FLOAT: tl.constexpr, LATE: tl.constexpr = False,
+    LOOK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, FLOAT: tl.constexpr,
+    LATE: tl.constexpr = False,
 ):  # fmt: skip
-    """The points of each centre among EACH points: of LOOK labels at once, those are listed, and then loaded.
+    """The points of BLOCK_K centres at once among EACH points: of LOOK labels, those are listed, and then loaded.
 
     With `parts_ptr` the sum and the count of each centre are stored, a part; else its mean.
     """
@@ -761,34 +763,94 @@ def _kmeans_direct(
         tl.extra.cuda.gdc_wait()
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # [BLOCK_D]
     x_ptr = points_ptr + columns.to(tl.int64) * stride_d
+    rows = tl.arange(0, BLOCK_K * BLOCK)  # BLOCK entries of the list for each centre
     part = tl.program_id(2)
     found_ptr += ((part * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)) * LOOK
     end = tl.minimum((part + 1) * EACH, n)
-    for j in range(tl.program_id(0), K, tl.num_programs(0)):
-        total = tl.zeros([BLOCK, BLOCK_D], FLOAT)
-        many = 0
+    for j in range(tl.program_id(0) * BLOCK_K, K, tl.num_programs(0) * BLOCK_K):
+        total = tl.zeros([BLOCK_K * BLOCK, BLOCK_D], FLOAT)
+        many = tl.zeros([BLOCK_K * BLOCK], tl.int32)
         for first in range(part * EACH, end, LOOK):
-            i = first + tl.arange(0, LOOK)
-            label = tl.load(labels_ptr + i, mask=i < end, other=0).to(tl.int64)  # from a cache for later j
-            mine = ((label == j) & (i < end)).to(tl.int32)
+            i = tl.arange(0, LOOK)
+            label = tl.load(labels_ptr + first + i, mask=i < end - first, other=0).to(tl.int64)  # a cache's for later j
+            mine = ((label >= j) & (label < tl.minimum(j + BLOCK_K, K)) & (i < end - first)).to(tl.int32)
             found = tl.sum(mine, 0)
             if found > 0:
-                many += found
                 tl.debug_barrier()  # other threads have read the list before
-                tl.store(found_ptr + tl.cumsum(mine, 0) - 1, i, mask=mine > 0)
+                entries = i * BLOCK_K + (label - j).to(tl.int32)  # which point, and which centre
+                tl.store(found_ptr + tl.cumsum(mine, 0) - 1, entries, mask=mine > 0)
                 tl.debug_barrier()
                 for start in range(0, found, BLOCK):
-                    at = start + tl.arange(0, BLOCK)
-                    row = tl.load(found_ptr + at, mask=at < found, other=0).to(tl.int64) * stride_n
-                    inside = (at < found)[:, None] & (columns < D)[None, :]
+                    at = start + rows % BLOCK
+                    entry = tl.load(found_ptr + at, mask=at < found, other=0)
+                    row = (first + entry // BLOCK_K).to(tl.int64) * stride_n
+                    own = (at < found) & (entry % BLOCK_K == rows // BLOCK)
+                    many += own.to(tl.int32)
+                    inside = own[:, None] & (columns < D)[None, :]
                     total += tl.load(x_ptr[None, :] + row[:, None], mask=inside, other=0.0).to(FLOAT)  # read nD
-        sums = tl.sum(total, 0).to(tl.float64)
+        sums = tl.sum(tl.reshape(total, [BLOCK_K, BLOCK, BLOCK_D]), 1).to(tl.float64)
+        count = tl.sum(tl.reshape(many, [BLOCK_K, BLOCK]), 1)[:, None]
+        centre = (j + tl.arange(0, BLOCK_K)).to(tl.int64)[:, None]
+        known = (centre < K) & (columns < D)[None, :]
         if parts_ptr is None:
-            _mean(out_ptr, old_ptr, sums, tl.cast(many, tl.float64), tl.cast(j, tl.int64), columns, D)
+            _mean(out_ptr, old_ptr, sums, count.to(tl.float64), centre * D + columns[None, :], known)
         else:
-            part_ptr = parts_ptr + (tl.cast(part, tl.int64) * K + j) * (D + 1)
-            tl.store(part_ptr + columns, sums.to(FLOAT), mask=columns < D)
-            tl.store(part_ptr + D, tl.cast(many, FLOAT), mask=tl.program_id(1) == 0)
+            part_ptr = parts_ptr + (tl.cast(part, tl.int64) * K + centre) * (D + 1)
+            tl.store(part_ptr + columns[None, :], sums.to(FLOAT), mask=known)
+            if tl.program_id(1) == 0:
+                tl.store(part_ptr + D, count.to(FLOAT), mask=centre < K)
+
+
+@triton.jit
+def _kmeans_ones(
+    parts_ptr, points_ptr, labels_ptr, n, K, D, stride_n, stride_d, EACH,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, FLOAT: tl.constexpr, SPLIT: tl.constexpr,
+    LATE: tl.constexpr = False,
+):  # fmt: skip
+    """The sums and counts of all centres among EACH points, in their order: a matrix of ones and zeros times points.
+
+    SPLIT: products are exact, of float32 as three bfloat16. What is not finite spoils all sums: then centres are added
+    up one after another.
+    """
+    if LATE:
+        tl.extra.cuda.gdc_wait()
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    inside = (columns < D)[None, :]
+    x_ptr = points_ptr + (columns.to(tl.int64) * stride_d)[None, :]
+    number = tl.arange(0, BLOCK_K)
+    begin = tl.program_id(0) * EACH
+    end = tl.minimum(begin + EACH, n)
+    total = tl.zeros([BLOCK_K, BLOCK_D], FLOAT)
+    many = tl.zeros([BLOCK_K, BLOCK], tl.int32)
+    for first in tl.range(begin, end, BLOCK, num_stages=3):
+        i = first + tl.arange(0, BLOCK)
+        live = i < end
+        label = tl.load(labels_ptr + i, mask=live, other=0)  # read n labels
+        x = tl.load(x_ptr + (i.to(tl.int64) * stride_n)[:, None], mask=live[:, None] & inside, other=0.0)  # read nD
+        own = (label[None, :] == number[:, None]) & live[None, :]
+        many += own.to(tl.int32)
+        if SPLIT:
+            ones = own.to(tl.bfloat16)
+            high = x.to(tl.bfloat16)
+            x -= high.to(tl.float32)
+            middle = x.to(tl.bfloat16)
+            low = (x - middle.to(tl.float32)).to(tl.bfloat16)
+            total += tl.dot(ones, high, tl.dot(ones, middle, tl.dot(ones, low)))
+        else:
+            total += tl.dot(own.to(x.dtype), x, input_precision="ieee", out_dtype=FLOAT)
+    if tl.sum(tl.sum((tl.abs(total) < float("inf")).to(tl.int32), 1), 0) < BLOCK_K * BLOCK_D:
+        for j in range(K):
+            one = tl.zeros([BLOCK_D], FLOAT)
+            for first in range(begin, end, BLOCK):
+                i = first + tl.arange(0, BLOCK)
+                mine = (tl.load(labels_ptr + i, mask=i < end, other=0) == j) & (i < end)
+                x = tl.load(x_ptr + (i.to(tl.int64) * stride_n)[:, None], mask=mine[:, None] & inside, other=0.0)
+                one += tl.sum(x.to(FLOAT), 0)
+            total = tl.where((number == j)[:, None], one[None, :], total)
+    parts_ptr += (tl.program_id(0).to(tl.int64) * K + number)[:, None] * (D + 1)
+    tl.store(parts_ptr + columns[None, :], total, mask=(number < K)[:, None] & inside)
+    if tl.program_id(1) == 0:
+        tl.store(parts_ptr + D, tl.sum(many, 1)[:, None].to(FLOAT), mask=(number < K)[:, None])
 
 
 @triton.jit
@@ -903,7 +965,7 @@ _DOUBLES = ((8, 0), (9, 0), (10, 0), AMD)
 _ANY = 2**63
 # Tuned on an H200. Lines of all tables begin with a limit, and the first line whose limit fits holds.
 # Of n * k, the number of distances: points of a program, coordinates of a tile.
-_SOME = ((2**8, 1, 4096), (2**11, 1, 512), (2**14, 4, 256), (_ANY, 16, 64))
+_SOME = ((2**8, 1, 4096), (2**11, 1, 512), (2**14, 4, 256), (2**15, 8, 64), (_ANY, 16, 64))
 # Of d: points of a program, centres and coordinates of a tile, stages, warps.
 _SCREEN = ((16, 128, 64, 16, 3, 4), (32, 128, 64, 32, 3, 4), (64, 128, 64, 64, 3, 4), (128, 128, 128, 128, 2, 8),
            (256, 64, 64, 256, 2, 4))  # fmt: skip
@@ -926,7 +988,9 @@ def _way(n: int, d: int, k: int, size: int, align: int, dense: bool, roomy: bool
         return "each"
     if roomy and k > 64 and size == 4 and n >= 20_000 and n * d * k >= 10**8:
         return "screen"
-    return "product" if n * k >= 60_000 and n * d * k >= 10**7 else "some"
+    if n * k >= 60_000 and n * d * k >= 10**7:
+        return "product"
+    return "pairs" if d <= 32 and k <= 256 and 2**10 <= n < 2**13 else "some"
 
 
 def _first(table: tuple[tuple[int, ...], ...], size: int) -> tuple[int, ...]:
@@ -1044,6 +1108,11 @@ def _direct_pays(n: int, d: int, k: int, processors: int) -> bool:
     if _sums_fit(d, k):
         return n <= 2 * _LOOK
     return n * k * triton.cdiv(d, 512) <= _DIRECT * processors
+
+
+def _ones_pay(n: int, d: int, k: int, dtype: torch.dtype) -> bool:
+    """Whether it is sooner to multiply points by ones: a pass over the points, whatever their labels."""
+    return d > 8 and k <= 64 and 2**25 <= n * d * k and n < 2**31 and dtype != torch.float64
 
 
 def _sums_config(d: int, k: int, assign: bool) -> Config:
@@ -1288,7 +1357,7 @@ def _launch_means(out: Tensor, parts: Tensor, old: Tensor | None, **late: bool) 
     """Centres from parts ``[PARTS, k (d + 1)]`` of their sums."""
     k, d = out.shape
     parts = _grouped(parts, d, k)
-    wide = min(triton.next_power_of_2(d), 128)
+    wide = min(triton.next_power_of_2(d), 128 if k * d >= 2**17 else 32)
     block = min(max(1, 2048 // wide), triton.next_power_of_2(len(parts)))
     launch(
         _kmeans_means, (k, triton.cdiv(d, wide)),
@@ -1299,24 +1368,45 @@ def _launch_means(out: Tensor, parts: Tensor, old: Tensor | None, **late: bool) 
 def _launch_direct(out: Tensor, points: Tensor, labels: Tensor, old: Tensor | None, **late: bool) -> None:
     """Centres from the points of their labels, without sorting these."""
     (n, d), k, device = points.shape, len(out), points.device
-    most = 8 * gpu(device)[1]
+    processors, wider = gpu(device)[1], accumulated(points.dtype)
+    most = 8 * processors
     # Long pieces of points where programs are enough; one program may have most of the points to load.
-    wide = min(triton.next_power_of_2(d), max(32, min(512, triton.next_power_of_2(k * d // most))))
+    wide = min(triton.next_power_of_2(d), max(32, min(256, triton.next_power_of_2(k * d // most))))
     tiles, look = triton.cdiv(d, wide), min(_LOOK, triton.next_power_of_2(n))
-    each = triton.cdiv(n, most * _LOOK) * _LOOK
+    # Programs that are enough look at all labels of a small problem, which takes less than another launch.
+    each = n if n <= 4 * look and k * tiles >= most // 2 else triton.cdiv(n, most * look) * look
     splits = triton.cdiv(n, each)
-    programs = min(k, max(1, most // (tiles * splits)))
-    wider = accumulated(points.dtype)
+    # A program takes several centres at once if a tile of points holds theirs, and programs stay enough.
+    tile, together = 16384 // (wide * wider.itemsize), 1
+    while 2 * together * processors <= k * tiles * splits and 4 * together**2 * min(n, look) <= k * tile:
+        together *= 2
+    programs = min(triton.cdiv(k, together), max(1, most // (tiles * splits)))
     found = torch.empty((programs * tiles * splits, look), dtype=torch.int32, device=device)
     parts = torch.empty((splits, k * (d + 1)), dtype=wider, device=device) if splits > 1 else None
     launch(
         _kmeans_direct, (programs, tiles, splits),
         out, parts, found, points, labels, old, n, k, d, *points.stride(), each,
-        LOOK=look, BLOCK=min(look, 16384 // (wide * wider.itemsize)), BLOCK_D=wide, FLOAT=_WIDE[wider],
+        LOOK=look, BLOCK=min(look, tile // together), BLOCK_K=together, BLOCK_D=wide, FLOAT=_WIDE[wider],
         LATE=bool(late), **late,
     )  # fmt: skip
     if parts is not None:
         _launch_means(out, parts, old, **overlapping(device))
+
+
+def _launch_ones(out: Tensor, points: Tensor, labels: Tensor, old: Tensor | None, **late: bool) -> None:
+    """Centres from products of ones and points."""
+    (n, d), k, (capability, processors) = points.shape, len(out), gpu(points.device)
+    wide = min(max(16, triton.next_power_of_2(d)), 128)
+    block, tiles = max(16, min(128, 16384 // (wide * points.element_size()))), triton.cdiv(d, wide)
+    each = triton.cdiv(n, max(1, 4 * processors // tiles) * block) * block
+    parts = points.new_empty((triton.cdiv(n, each), k * (d + 1)), dtype=accumulated(points.dtype))
+    launch(
+        _kmeans_ones, (len(parts), tiles),
+        parts, points, labels, n, k, d, *points.stride(), each,
+        BLOCK=block, BLOCK_K=max(16, triton.next_power_of_2(k)), BLOCK_D=wide, FLOAT=_WIDE[parts.dtype],
+        SPLIT=capability is not None and points.dtype == torch.float32, LATE=bool(late), **late,
+    )  # fmt: skip
+    _launch_means(out, parts, old, **overlapping(points.device))
 
 
 def _launch_chunks(points: Tensor, labels: Tensor, k: int, sums: Tensor | None = None) -> Tensor:
@@ -1355,6 +1445,9 @@ def _update_into(
         return
     old = None if old is None else contiguous(old)
     labels = contiguous(labels)
+    if _ones_pay(n, d, k, points.dtype):
+        _launch_ones(out, points, labels, old, **late)
+        return
     if _direct_pays(n, d, k, gpu(points.device)[1]):
         _launch_direct(out, points, labels, old, **late)
         return
@@ -1724,8 +1817,8 @@ def kmeans_update(points: Any, labels: Any, k: int, *, centres: Any = None, chec
     Notes
     -----
     Each program adds up its own points in float32 (float64 in float64), and these parts are added in float64, in the
-    order of the programs. In large problems where the sums of all centres do not fit in a program's registers, points
-    are sorted by label first, with torch.sort, which is stable.
+    order of the programs. In large problems of more than 64 centres, and of float64, points are sorted by label first,
+    with torch.sort, which is stable, unless the sums of all centres fit in a program's registers.
 
     Centres have no gradient: asking for one, of points that require it, raises NotImplementedError.
     """

@@ -225,6 +225,8 @@ LOG = (
     "Where there are too many centres for registers, points are sorted by label. Each program adds as many neighbours "
     "as any other, and has a part for each label among them. So a large cluster is the work of many programs. Few "
     "points are not sorted: each program compares all labels with its centres, and loads only their points.",
+    "Many points of up to 64 centres are multiplied by a matrix of ones and zeros, which only registers hold. Points "
+    "in float32 are split into three bfloat16, whose products with one are exact.",
     "The parts are added in float64, in the order of the programs. A cluster without points keeps its centre.",
     "Many centres with few points each are where atomic additions hardly meet, and where nothing has to be sorted "
     "first. Their order changes from run to run, and the library's does not.",
