@@ -249,6 +249,22 @@ def test_a_point_that_is_not_finite_spoils_its_centre_alone(dtype, device):
     torch.testing.assert_close(got.double(), want, rtol=exact, atol=exact, equal_nan=True)
 
 
+@pytest.mark.parametrize("n", [1, 3, 16])
+def test_points_much_fewer_than_centres(n, device, monkeypatch):
+    """A program takes several centres at once, but no more than leave room for a point of each."""
+    k, capability = 3000, module.gpu(device)[0]
+    monkeypatch.setattr(module, "gpu", lambda _: (capability, 2))
+    points = torch.randn(n, 130, generator=generator(0, device), device=device)
+    labels = torch.arange(n, device=device) * 7 % k
+    got, want = update(points, labels, k), kmeans_update_eager(points, labels, k)
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_offsets_of_points_that_are_multiplied_by_ones_fit_32_bits():
+    assert module._ones_pay(2**30 - 1, 16, 16, torch.float16)
+    assert not module._ones_pay(2**31 - 1, 16, 16, torch.float16), "a program's end is beyond the last point"
+
+
 def test_keys_hold_the_number_that_stands_for_labels_out_of_range():
     narrow = {255: torch.uint8, 256: torch.int16, 2**15 - 1: torch.int16, 2**15: torch.int32, 2**31 - 1: torch.int32}
     assert {k: module._narrowest(k) for k in narrow} == narrow

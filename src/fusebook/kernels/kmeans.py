@@ -1112,7 +1112,7 @@ def _direct_pays(n: int, d: int, k: int, processors: int) -> bool:
 
 def _ones_pay(n: int, d: int, k: int, dtype: torch.dtype) -> bool:
     """Whether it is sooner to multiply points by ones: a pass over the points, whatever their labels."""
-    return d > 8 and k <= 64 and 2**25 <= n * d * k and n < 2**31 and dtype != torch.float64
+    return d > 8 and k <= 64 and 2**25 <= n * d * k and n < 2**30 and dtype != torch.float64
 
 
 def _sums_config(d: int, k: int, assign: bool) -> Config:
@@ -1378,7 +1378,7 @@ def _launch_direct(out: Tensor, points: Tensor, labels: Tensor, old: Tensor | No
     splits = triton.cdiv(n, each)
     # A program takes several centres at once if a tile of points holds theirs, and programs stay enough.
     tile, together = 16384 // (wide * wider.itemsize), 1
-    while 2 * together * processors <= k * tiles * splits and 4 * together**2 * min(n, look) <= k * tile:
+    while 2 * together * processors <= k * tiles * splits and 4 * together**2 * min(n, look) <= min(k, n) * tile:
         together *= 2
     programs = min(triton.cdiv(k, together), max(1, most // (tiles * splits)))
     found = torch.empty((programs * tiles * splits, look), dtype=torch.int32, device=device)
