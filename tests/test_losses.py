@@ -1,7 +1,9 @@
 """What is special to cross entropy: its terms, bad input, gradients in place, rows that several programs share."""
 
 import functools
+import json
 import math
+import os
 import sys
 import types
 
@@ -14,6 +16,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 import fusebook
+import warm
 from fusebook.cards import OPS, losses
 from fusebook.kernels import _rows
 from fusebook.kernels import losses as kernels
@@ -694,6 +697,24 @@ def test_what_is_no_number_in_states_that_are_ignored_stays_out_of_copied_gradie
     assert dh.isfinite().all() and not dh[2].any()
 
 
+def test_few_gradients_of_unaligned_hidden_states_are_written_where_they_belong(monkeypatch):
+    """A copy of them took longer than an aligned matmul saves."""
+    monkeypatch.setattr(kernels, "PADDED", (0, -1))
+    h, head, target, _ = losses.LINEAR_CROSS_ENTROPY.make(generator(3, DEVICE), torch.bfloat16, M=7, K=19, N=21)
+    target[2] = -100
+    copies, copy = [], kernels._copy_into
+    monkeypatch.setattr(kernels, "_copy_into", lambda out, *rest: copies.append(out) or copy(out, *rest))
+    found = []
+    for direct_limit in (0, 64):
+        monkeypatch.setattr(kernels, "DIRECT", direct_limit)
+        copies.clear()
+        with uncached():
+            found.append(fusebook.linear_cross_entropy_with_gradients(h, head, target))
+        assert len(copies) == (3 if direct_limit else 4)
+    for direct, copied in zip(*found, strict=True):
+        torch.testing.assert_close(direct, copied)
+
+
 @pytest.mark.parametrize("place", [(20, 24, 0), (19, 20, 0), (20, 21, 0), (16, 24, 8), (18, 24, 1)])
 def test_copies_are_whole_wherever_rows_begin_and_end(place):
     k, stride, first = place
@@ -935,8 +956,33 @@ def test_ignored_rows_take_no_part_whatever_they_hold(case, reduction, rows, mon
             ways = [torch.autograd.grad(loss.sum(), own, retain_graph=True) for _ in range(2)]  # at once, and again
             apart = fusebook.linear_cross_entropy_with_gradients(h, head, target, reduction=reduction, rows=rows)
         found.append([loss.detach(), *ways[0], *ways[1], *apart])
-        assert all(torch.equal(*both) for both in zip(found[0], found[-1], strict=True)), number
+        for i, both in enumerate(zip(found[-1], found[0], strict=True)):
+            if i in (2, 4, 7):  # of the head: another kernel may have found it, and rounded otherwise
+                torch.testing.assert_close(*both)
+            else:
+                assert torch.equal(*both), number
     assert not found[0][1][[0, 4, 5]].any() and found[0][2].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [(70, 72, 100), (7, 300, 5)], ids=str)
+def test_hidden_states_are_not_copied_to_be_multiplied_at_once(size, dtype, monkeypatch):
+    """Copies took longer than a matmul where classes are few. They kept NaN in ignored rows out of the gradients."""
+    h, head, target = exact(*size, dtype)
+    target[[0, 5]] = -100
+    monkeypatch.setattr(kernels, "_copy_into", lambda *_: pytest.fail("copied"))
+    left, reduce = [], kernels._reduce
+    monkeypatch.setattr(
+        kernels, "_reduce", lambda loss, sums, *rest: left.append(len(sums)) or reduce(loss, sums, *rest)
+    )
+    found = []
+    for number in (0.0, math.nan):
+        h[0, -1], h[5, 0] = number, -math.inf if number else 0.0
+        with uncached():
+            found.append(fusebook.linear_cross_entropy_with_gradients(h, head, target, check=False))
+    for clean, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, clean)
+    assert max(left) < len(h), "one program adds up the loss of each row"
 
 
 @ROWS
@@ -1134,3 +1180,28 @@ def test_the_gradient_of_a_state_whose_class_is_certain_is_scored_beside_what_is
         wrong = dh.clone()
         wrong[row] *= 1 + 1e-6
         assert not yard.judge((loss, wrong, dhead)).ok
+
+
+COMPILED = """
+import json
+import fusebook, torch, triton
+from fusebook.measure import compiled
+
+triton.runtime.driver.set_active(compiled.AbsentGPU())
+x, target = torch.empty(2, 50304, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
+with compiled.kernels() as found:
+    fusebook.cross_entropy_with_gradient(x, target, check=False)
+print(json.dumps({kernel.metadata.name: kernel.asm["ttir"] for kernel in found}))
+"""
+
+
+@pytest.mark.slow
+def test_a_wide_row_is_loaded_by_few_instructions(tmp_path):
+    """The compiler takes a time that grows by the cube of operations. A part was unrolled three times."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    end = warm.run("-c", COMPILED, env=environment)
+    assert end.returncode == 0, end.stderr[-2000:]
+    source = json.loads(end.stdout.splitlines()[-1])["_cross_entropy_shared"]
+    chunks = -(-50304 // 3 // kernels._CHUNK)
+    assert source.count("tt.load") < 1.5 * chunks
+    assert source.count("tt.split") < chunks / 2, "pairs are packed, not loaded"

@@ -542,6 +542,15 @@ def _cross_entropy_rows(
 
 
 @triton.jit
+def _load_pairs(x_ptr, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK elements at `x_ptr` as `_pack_pairs` packs them. The compiler is slow with what packing takes."""
+    if VEC > 1 and x_ptr.dtype.element_ty.primitive_bitwidth == 16:
+        return tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + tl.arange(0, BLOCK // 2))
+    else:
+        return _pack_pairs(tl.load(x_ptr + tl.arange(0, BLOCK)))
+
+
+@triton.jit
 def _load_part(
     x_ptr, begin, N, part, SPAN, VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, INNER: tl.constexpr
 ):  # fmt: skip
@@ -554,23 +563,35 @@ def _load_part(
     for i in tl.static_range(CHUNKS):
         chunk_ptr = x_ptr + at + i * BLOCK
         if i > 0 and i < INNER:
-            chunks += (tl.load(chunk_ptr + tl.arange(0, BLOCK)),)
+            chunks += (_load_pairs(chunk_ptr, VEC, BLOCK),)
         else:
-            chunks += (load_row_part(chunk_ptr, low - i * BLOCK, high - i * BLOCK, float("-inf"), VEC, BLOCK),)
-    return _pack_chunks(chunks, CHUNKS), low, high
+            x = load_row_part(chunk_ptr, low - i * BLOCK, high - i * BLOCK, float("-inf"), VEC, BLOCK)
+            chunks += (_pack_pairs(x),)
+    return chunks, low, high
 
 
 @triton.jit
 def _part_word(
-    x_ptr, begin, N, part, SPAN,
-    CAP: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, INNER: tl.constexpr,
+    x_ptr, begin, N, part, SPAN, CAP: tl.constexpr, VEC: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr
 ):  # fmt: skip
-    """The word of a part, by the arithmetic of the program that has the part."""
-    x, low, high = _load_part(x_ptr, begin, N, part, SPAN, VEC, BLOCK, CHUNKS, INNER)
+    """The word of a part, by the arithmetic of the program that has the part.
+
+    It is rarely needed. So it reads the part twice, in loops, which compile faster and take fewer registers.
+    """
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
-    top = _max(x, TYPE, CAP, CHUNKS, 0)
-    total, _, _ = _sums(x, finite_or_zero(top), 0.0, None, N, low, high, TYPE, 0.0, CAP, BLOCK, CHUNKS, 0)
-    return pack(top, total)
+    HALF: tl.constexpr = TYPE.primitive_bitwidth == 16
+    at, low, high = row_vectors(begin, N, part * SPAN, SPAN, VEC)
+    tops = tl.full([BLOCK], float("-inf"), tl.float32)
+    for i in range(CHUNKS):
+        x = load_row_part(x_ptr + at + i * BLOCK, low - i * BLOCK, high - i * BLOCK, float("-inf"), VEC, BLOCK)
+        tops = tl.maximum(tops, _convert(_pack_pairs(x), 0, TYPE, None))
+    top = _softcap(tl.max(tops, 0), CAP)
+    base = finite_or_zero(top)
+    totals = tl.zeros([BLOCK], tl.float32)
+    for i in range(CHUNKS):
+        x = load_row_part(x_ptr + at + i * BLOCK, low - i * BLOCK, high - i * BLOCK, float("-inf"), VEC, BLOCK)
+        totals += _exp_from(_convert(_pack_pairs(x), 0, TYPE, CAP), base, HALF)
+    return pack(top, tl.sum(totals, 0) * _rounding_of(base, HALF))
 
 
 @triton.jit
@@ -631,16 +652,12 @@ def _cross_entropy_shared(
         )  # fmt: skip
         lanes = tl.arange(0, LANES)  # [LANES]
         words, missing = wait_for(workspace_ptr, lanes, PARTS, NEUTRAL_MAX_SUM, TRIES)
-        if missing < LANES:
-            while missing < LANES:
-                word = _part_word(x_ptr, begin, N, missing, SPAN, CAP, VEC, BLOCK, CHUNKS, INNER)
-                # If the word was published meanwhile, it counts: its logits may be overwritten.
-                found = tl.atomic_cas(workspace_ptr + missing, tl.zeros([], tl.int64), word, sem="acq_rel")
-                words = tl.where(lanes == missing, tl.where(found == 0, word, found), words)
-                missing = first_missing(words, lanes)
-            # Its own part again, so that the loop need not hold it. missing - LANES is an opaque zero.
-            part += missing - LANES
-            x, low, high = _load_part(x_ptr, begin, N, part, SPAN, VEC, BLOCK, CHUNKS, INNER)
+        while missing < LANES:
+            word = _part_word(x_ptr, begin, N, missing, SPAN, CAP, VEC, BLOCK, CHUNKS)
+            # If the word was published meanwhile, it counts: its logits may be overwritten.
+            found = tl.atomic_cas(workspace_ptr + missing, tl.zeros([], tl.int64), word, sem="acq_rel")
+            words = tl.where(lanes == missing, tl.where(found == 0, word, found), words)
+            missing = first_missing(words, lanes)
         top, total = merge_max_sum(words)
         log_total = tl.log(total)
         of_p, hit, scaled, every = _factors(scale, classes, N, weight, top + log_total, SMOOTHING, Z)
@@ -725,7 +742,7 @@ def _copy_states(
 ):  # fmt: skip
     """Copy [M, K] elements into [HEIGHT, WIDTH], followed by zeros; times FACTOR and a factor of each row, if given.
 
-    With targets, ignored rows become zero too. Without `x_ptr`, only these zeros are written.
+    With targets, ignored rows become zero too.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
@@ -733,15 +750,59 @@ def _copy_states(
     if target_ptr is not None:
         counts &= tl.load(target_ptr + rows, mask=counts, other=IGNORE) != IGNORE
     own = (rows < HEIGHT) & (columns < WIDTH * ALIGN)  # [ROWS, BLOCK]
-    out_ptr += rows * (out_stride * ALIGN) + columns
-    if x_ptr is None:
-        tl.store(out_ptr, tl.zeros([ROWS, BLOCK], out_ptr.dtype.element_ty), mask=own & (counts == 0))
-    else:
-        x_ptr += rows * (x_stride * ALIGN) + columns
-        x = tl.load(x_ptr, mask=counts & (columns < K * ALIGN), other=0.0)
-        if rest_ptr is not None:  # powers of two, which add no rounding
-            x = x.to(tl.float32) * (tl.load(rest_ptr + rows, mask=counts, other=0.0) * FACTOR)
-        tl.store(out_ptr, x, mask=own)
+    x_ptr += rows * (x_stride * ALIGN) + columns
+    x = tl.load(x_ptr, mask=counts & (columns < K * ALIGN), other=0.0)
+    if rest_ptr is not None:  # powers of two, which add no rounding
+        x = x.to(tl.float32) * (tl.load(rest_ptr + rows, mask=counts, other=0.0) * FACTOR)
+    tl.store(out_ptr + rows * (out_stride * ALIGN) + columns, x, mask=own)
+
+
+@triton.jit
+def _cross_entropy_ignored(
+    dh_ptr, h_ptr, spoiled_ptr, target_ptr, M, K, dh_stride, h_stride, IGNORE,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Zeros for the gradients of ignored rows. If hidden states are given, note whether one of these is not finite."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    ignored = (tl.load(target_ptr + rows, mask=rows < M, other=IGNORE) == IGNORE) & (rows < M)
+    if tl.max(ignored.to(tl.int32)) > 0:
+        most = tl.zeros([ROWS, BLOCK], tl.float32)
+        for start in range(0, K * ALIGN, BLOCK):
+            columns = start + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+            own = ignored & (columns < K * ALIGN)
+            if h_ptr is not None:
+                h = tl.load(h_ptr + rows * (h_stride * ALIGN) + columns, mask=own, other=0.0).to(tl.float32)
+                most = tl.where(tl.abs(h) < float("inf"), most, 1.0)
+            zeros = tl.zeros([ROWS, BLOCK], dh_ptr.dtype.element_ty)
+            tl.store(dh_ptr + rows * (dh_stride * ALIGN) + columns, zeros, mask=own)
+        if h_ptr is not None:
+            if tl.max(most) > 0:
+                tl.store(spoiled_ptr, 1)
+
+
+@triton.jit
+def _cross_entropy_head(
+    dhead_ptr, spoiled_ptr, dx_ptr, h_ptr, target_ptr, M, N, K, dhead_stride, dx_stride, h_stride, IGNORE,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, CLASSES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the head without ignored rows, if one of these is not finite and has made it NaN."""
+    if tl.load(spoiled_ptr) != 0:
+        across = tl.cdiv(K, BLOCK)
+        for tile in range(tl.program_id(0), tl.cdiv(N, CLASSES) * across, tl.num_programs(0)):
+            classes = (tile // across).to(tl.int64) * CLASSES + tl.arange(0, CLASSES)[:, None]  # [CLASSES, 1]
+            columns = tile % across * BLOCK + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+            sums = tl.zeros([CLASSES, BLOCK], tl.float32)
+            for start in range(0, M, ROWS):
+                rows = tl.zeros([], tl.int64) + start + tl.arange(0, ROWS)  # [ROWS]
+                counts = tl.load(target_ptr + rows, mask=rows < M, other=IGNORE) != IGNORE
+                known, own = counts[None, :] & (classes < N), counts[:, None] & (columns < K)
+                dx = tl.load(dx_ptr + rows[None, :] * dx_stride + classes, mask=known, other=0.0)
+                h = tl.load(h_ptr + rows[:, None] * h_stride + columns, mask=own, other=0.0)
+                if WIDE:
+                    dx = dx.to(tl.float32)
+                    h = h.to(tl.float32)
+                sums = tl.dot(dx, h, sums, input_precision="ieee")
+            tl.store(dhead_ptr + classes * dhead_stride + columns, sums, mask=(classes < N) & (columns < K))
 
 
 # Launch configs ------------------------------------------------------------------------------------------------------
@@ -1018,6 +1079,8 @@ CHUNK_BYTES = 2**30
 APART = 1024, 2**22
 #: Multiplications that a matmul of unaligned rows loses while a byte is copied, and while a copy is launched.
 PADDED = 8, 2**23
+#: Classes up to which the gradients of unaligned hidden states are written where they belong, and not copied there.
+DIRECT = 64
 #: The same of classes that are no whole vector.
 FILLED = 16, 2**27
 #: Whether fp16 logits are kept for the backward pass.
@@ -1094,15 +1157,14 @@ def padded(shape: tuple[int, int], pitch: int, dtype: torch.dtype, device: torch
 
 
 def _copy_into(
-    out: Tensor, x: Tensor | None, target: Tensor | None = None, ignored: int = 0, rest: Tensor | None = None,
+    out: Tensor, x: Tensor, target: Tensor | None = None, ignored: int = 0, rest: Tensor | None = None,
     factor: float = 1.0,
 ) -> None:  # fmt: skip
     """Copy rows, times `factor` and a factor each; if `out` has more or longer ones, the rest becomes zero.
 
-    With targets, ignored rows become zero; without `x`, nothing else happens.
+    With targets, ignored rows become zero.
     """
-    (height, width), (m, k) = out.shape, out.shape if x is None else x.shape
-    x_stride = 0 if x is None else x.stride(0)
+    (height, width), (m, k), x_stride = out.shape, x.shape, x.stride(0)
     align = math.gcd(k, x_stride, aligned(width, out))
     block = min(1024, triton.next_power_of_2(width))
     rows = 2048 // block
@@ -1110,6 +1172,27 @@ def _copy_into(
         _copy_states, (triton.cdiv(height, rows), triton.cdiv(width, block)), out, x, rest, target, m, k // align,
         height, width // align, out.stride(0) // align, x_stride // align, ignored, ALIGN=align, FACTOR=factor,
         ROWS=rows, BLOCK=block,
+    )  # fmt: skip
+
+
+def _clear(dh: Tensor, h: Tensor | None, spoiled: Tensor | None, target: Tensor, ignored: int) -> None:
+    """Zeros for the gradients of ignored rows; `spoiled` becomes 1 if one of their hidden states is not finite."""
+    (m, k), align = dh.shape, aligned(dh.shape[1], dh, h)
+    block = min(256, triton.next_power_of_2(k))
+    rows = 4096 // block
+    launch(
+        _cross_entropy_ignored, (triton.cdiv(m, rows),), dh, h, spoiled, target, m, k // align, dh.stride(0) // align,
+        0 if h is None else h.stride(0) // align, ignored, ALIGN=align, ROWS=rows, BLOCK=block,
+    )  # fmt: skip
+
+
+def _repair(dhead: Tensor, spoiled: Tensor, dx: Tensor, h: Tensor, target: Tensor, ignored: int) -> None:
+    """Find the gradient of the head again, without ignored rows, where these have spoiled it."""
+    n, k = dhead.shape
+    grid = (min(triton.cdiv(n, 64) * triton.cdiv(k, 64), 2 * gpu(h.device)[1]),)
+    launch(
+        _cross_entropy_head, grid, dhead, spoiled, dx, h, target, len(h), n, k, dhead.stride(0), dx.stride(0),
+        h.stride(0), ignored, WIDE=INTERPRETED, ROWS=32, CLASSES=64, BLOCK=64,
     )  # fmt: skip
 
 
@@ -1163,7 +1246,8 @@ class _Head:
     ) -> None:
         (m, k), n, size = h.shape, len(head), h.element_size()
         on_vectors = not any(t.stride(0) * size % 16 or t.data_ptr() % 16 for t in (h, head))
-        self.copied = _pads(m, k, n, size, on_vectors=on_vectors, products=products, copies=copies)
+        direct = n <= DIRECT and copies > 2
+        self.copied = _pads(m, k, n, size, on_vectors=on_vectors, products=products, copies=copies - direct)
         self.pitch, self.pieces = _pieces(m, k, n, size, on_vectors=on_vectors)
         few = len(self.pieces) == 1 and self.pitch > n and k % 8 == 0
         self.padded = self.copied or (few and _fills(m, k, n, products=products, copies=copies // 2))
@@ -1222,7 +1306,7 @@ class _Head:
             elif later:
                 apply(torch.addmm, out, dx[:, at], self.factor[at], out=out)
             else:
-                apply(torch.mm, dx[:, at], self.factor[at], out=out)
+                apply(torch.mm, dx[:, at], self.factor[at, : out.shape[1]], out=out)
 
 
 class _Gradients:
@@ -1240,14 +1324,23 @@ class _Gradients:
         if head.padded:
             self.dhead = head.memory(head.pitch)
             self.dbias = None if self.dbias is None else torch.empty((head.pitch, 1), dtype=dtype, device=device)
+        self.spoiled: Tensor | None = None
+        self.near: Tensor | None = None
         if raised is not None:
             self.wide = torch.empty((rows, head.width), dtype=torch.float32, device=device)
             self.lifted = head.memory(rows)
         elif head.copied:
-            self.near = head.memory(rows)
+            self.near = None if head.classes <= DIRECT else head.memory(rows)
+        elif rows >= len(self.dh) and dtype != torch.float64:
+            self.spoiled = torch.empty((), dtype=torch.int32, device=device)
+            apply(Tensor.zero_, self.spoiled)
 
     def add(self, part: slice, dx: Tensor, states: Tensor, target: Tensor) -> None:
-        """Those of some hidden states. A NaN times zero is NaN, so matmuls read zeros instead of ignored rows."""
+        """Those of some hidden states.
+
+        A NaN times zero is NaN, so matmuls read zeros instead of ignored rows; or the rare gradient that these have
+        spoiled is found again, if all hidden states are multiplied at once.
+        """
         head, count, dh, ignored = self.head, len(states), self.dh[part], (target, self.ignored)
         if head.padded and dx.shape[1] > head.classes:  # NaN in hidden states would make NaN of zeros of the head
             apply(Tensor.zero_, dx[:, head.classes :])
@@ -1259,10 +1352,12 @@ class _Gradients:
             _copy_into(lifted, states, *ignored, rest)
             if ones is not None:
                 apply(Tensor.copy_, ones[:, 0], rest)
-        elif head.copied:
+        elif self.near is not None:
             near, lifted = self.near[:count], states
             head.backward(near, dx)
             _copy_into(dh, near[:, : dh.shape[1]], *ignored)
+        elif head.copied or self.spoiled is not None:
+            lifted = states
         else:  # the memory of their gradient holds hidden states without ignored rows, until it is written
             lifted = dh
             _copy_into(lifted, states, *ignored)
@@ -1271,9 +1366,12 @@ class _Gradients:
             apply(add, self.dhead[at], dx[:, at], lifted, not part.start)
             if self.dbias is not None:
                 apply(add, self.dbias[at], dx[:, at], ones, not part.start)
-        if lifted is dh:
+        if self.raised is None and self.near is None:
             head.backward(dh, dx)
-            _copy_into(dh, None, *ignored)  # zeros, also if the head is not finite
+            # Zeros even if the head is not finite.
+            _clear(dh, None if self.spoiled is None else states, self.spoiled, *ignored)
+        if self.spoiled is not None:
+            _repair(self.dhead[: head.classes], self.spoiled, dx, states, *ignored)
 
     def finish(self) -> None:
         """Copy what was found in padded memory."""
@@ -1305,7 +1403,7 @@ def _linear_into(
     few = -1 if config is None or rows < m else _MORE_TARGETS if gradients is None else _FEW_TARGETS
     parts = 0 if config is None else config.parts
     known = _prepare(x, target, terms, m * parts, few)._replace(late={})
-    shape = _left_shape(config, m, terms, True)
+    shape = _left_shape(config, m, terms, terms.reduction == "none" or rows < m)
     own = loss is not None and terms.reduction == "none" and len(shape) == 1
     left = loss if loss is not None and own else h.new_empty(shape, dtype=accumulated_in(h.dtype))
     raised: Tensor | None = None
