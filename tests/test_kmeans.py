@@ -252,7 +252,7 @@ def test_a_point_that_is_not_finite_spoils_its_centre_alone(dtype, device):
 @pytest.mark.parametrize("n", [1, 3, 16])
 def test_points_much_fewer_than_centres(n, device, monkeypatch):
     """A program takes several centres at once, but no more than leave room for a point of each."""
-    k, capability = 3000, module.gpu(device)[0]
+    k, capability = 3000, module.gpu(torch.device(device))[0]
     monkeypatch.setattr(module, "gpu", lambda _: (capability, 2))
     points = torch.randn(n, 130, generator=generator(0, device), device=device)
     labels = torch.arange(n, device=device) * 7 % k
