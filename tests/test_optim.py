@@ -3,8 +3,11 @@
 import copy
 import io
 import math
+import os
+import pickle
 import warnings
 import weakref
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -209,6 +212,32 @@ def test_a_program_may_write_to_the_count_of_one_parameter(loaded, device):
         after(optimizer, ps, 2, 5)
         optimizer.state[ps[1]]["step"].data.fill_(3.0)  # which leaves no new version
         after(optimizer, ps, 2, 7)
+    close(*lists)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, whose memory processes share")
+@pytest.mark.parametrize("pickled", [False, True])
+def test_processes_may_share_a_count(pickled):
+    lists = []
+    for kind in BOTH:
+        ps = [p.detach().share_memory_().requires_grad_() for p in parameters("cpu")]
+        optimizer = after(kind(ps), ps, 1)
+        for state in optimizer.state.values():
+            for t in state.values():
+                t.share_memory_()
+        for i in range(3):
+            if pickled:
+                others, its = pickle.loads(ForkingPickler.dumps((ps, optimizer)))
+                after(its, others, 2, i)
+            elif not (process := os.fork()):
+                try:
+                    after(optimizer, ps, 2, i)
+                finally:
+                    os._exit(0)
+            else:
+                os.waitpid(process, 0)
+            after(optimizer, ps, 1, i)
+        lists.append([*ps, *(state["step"] for state in optimizer.state.values())])
     close(*lists)
 
 

@@ -39,6 +39,7 @@ class _Launch:
     done: int = -1  # by the host; below 0 where the device counts
     seen: bytes | None = None  # what `count` holds where the host counts, unless a program writes to it
     check: Any = None
+    shared: bool = False  # whether other processes may count in the same memory
 
     def count_by(self, count: Tensor) -> None:
         """Give all parameters one tensor for the number of steps done, which the device counts."""
@@ -57,6 +58,10 @@ class _Launch:
 
     def count_on(self) -> None:
         """Count a step on the host."""
+        if self.shared:
+            for s in self.states:
+                s["step"].add_(1)
+            return
         if type(self.count) is not Tensor:
             self.count_apart(self.done + 1)
             return
@@ -289,7 +294,10 @@ class AdamW(torch.optim.AdamW):
             launch = _Launch(some, states, states[0]["step"])
             launches.append(launch)
             if not (group["capturable"] or launch.count.device.type != "cpu"):
-                launch.count_apart(done)
+                if any(_shared(s["step"]) for s in states):
+                    launch.done, launch.shared = done, True
+                else:
+                    launch.count_apart(done)
                 continue
             if id(launch.count) in taken:  # by parameters that are not stepped now, or by another launch
                 if capturing:
@@ -344,7 +352,7 @@ class AdamW(torch.optim.AdamW):
             launch.check = None
             self._launch(group, launch, given, seed, scaling)
             return
-        if as_they_are:  # not before: a guard of a sparse tensor may end the process
+        if as_they_are and not launch.shared:  # not before: a guard of a sparse tensor may end the process
             launch.check = guard(grads)
         if not counting:
             launch.count_on()
@@ -388,6 +396,8 @@ class AdamW(torch.optim.AdamW):
             stepped = [p for p in group["params"] if self.state.get(p)]
             for p in stepped:
                 _lay(p, self.state[p])
+            if "defaults" in state:  # unpickled, perhaps in another process
+                stepped = [p for p in stepped if not _shared(self.state[p]["step"])]
             self._share_counts(group, stepped)
 
 
@@ -402,6 +412,11 @@ def _seed(value: Any) -> int:
 
 def _counted(state: Any) -> bool:
     return isinstance(state, dict) and isinstance(state.get("step"), Tensor)
+
+
+def _shared(count: Tensor) -> bool:
+    """Whether it is a number in memory that processes share, where each of them counts its steps."""
+    return type(count) is Tensor and count.device.type == "cpu" and count.is_shared()
 
 
 def _done(value: Any) -> int:
