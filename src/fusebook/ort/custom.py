@@ -660,6 +660,7 @@ def custom_op(
         What a name among the types may stand for: ``{"T": (torch.float32, torch.float16)}``.
     attributes : mapping of str to int, float, str, tuple or type, optional
         Of the node, each with its default, or with its type where a node must have it; ``tuple`` is one of integers.
+        Where a node has strings or tensors instead of numbers, a tuple is empty: ONNX Runtime does not tell them apart.
     host : sequence of str
         Inputs that are wanted on the CPU, such as a shape.
     optional : sequence of str
