@@ -424,6 +424,15 @@ def test_a_gradient_that_is_recorded_is_refused_after_a_step_that_was_not(device
         adamw_step(ps, gs, ms, vs, step=2)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_gradient_is_refused_after_a_step(device):
+    ps, gs, ms, vs = model(device, [(2, 3), (2, 3)])
+    adamw_step(ps, gs, ms, vs, step=1)
+    gs[1] = torch.nested.nested_tensor([torch.ones(3), torch.ones(3)], device=device)
+    with pytest.raises(TypeError, match=r"expected grads\[1\] to be dense, got a nested tensor"):
+        adamw_step(ps, gs, ms, vs, step=2)
+
+
 def test_a_tangent_is_refused(device):
     ps, gs, ms, vs = model(device, [(4,)])
 

@@ -17,6 +17,7 @@ operation of PyTorch at a time reads 64 and writes 40. Numbers are float32 in be
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -241,6 +242,7 @@ _NONE = type(None)
 #: What is known of lists, by the first address and the length; with one more it begins anew.
 _known: dict[Any, _List] = {}
 _LISTS = 256
+_nested = operator.attrgetter("is_nested")
 #: Beyond all addresses.
 _FAR = 2**62
 #: What is below may be no address, but an offset into storage that was freed.
@@ -354,6 +356,7 @@ class _List:
         try:
             return (
                 not (self.asked and torch.is_grad_enabled())
+                and not any(map(_nested, grads))  # whose guard ends the process
                 and self.grads(*grads)
                 and all(
                     list(map(Tensor.data_ptr, part := states[i : i + _PART])) == addresses and check(*part)
