@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import threading
 
 import pytest
 import torch
@@ -422,6 +423,27 @@ def test_a_gradient_that_is_recorded_is_refused_after_a_step_that_was_not(device
         adamw_step(ps, gs, ms, vs, step=1)
     with pytest.raises(NotImplementedError, match="expected no gradient to be asked for"):
         adamw_step(ps, gs, ms, vs, step=2)
+
+
+def test_a_step_of_another_thread_waits_until_this_one_is_launched(device, monkeypatch):
+    lists, want = ([[t.clone() for t in ts] for ts in model(device, [(4, 8), (3,)])] for _ in range(2))
+    others = [g + 1 for g in lists[1]]
+    for _ in range(2):  # the first time, a list has a table of its own
+        launch = module._Group.launch
+        thread = threading.Thread(target=lambda: adamw_step(lists[0], others, *lists[2:], step=2))
+
+        def launched(*args, launch=launch, thread=thread):
+            monkeypatch.setattr(module._Group, "launch", launch)
+            thread.start()
+            thread.join(0.2)
+            launch(*args)
+
+        monkeypatch.setattr(module._Group, "launch", launched)
+        adamw_step(*lists, step=1)
+        thread.join()
+        adamw_step(*want, step=1)
+        adamw_step(want[0], others, *want[2:], step=2)
+    close([t for ts in lists for t in ts], [t for ts in want for t in ts], 0)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

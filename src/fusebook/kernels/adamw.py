@@ -16,8 +16,10 @@ operation of PyTorch at a time reads 64 and writes 40. Numbers are float32 in be
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
+import threading
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -30,9 +32,11 @@ from torch.autograd.forward_ad import unpack_dual
 
 from ._call import (
     FLOATING,
+    INTERPRETED,
     LIBRARY,
     NAMESPACE,
     _below,
+    _by_turns,
     _modes,
     _private,
     apply,
@@ -243,6 +247,8 @@ _NONE = type(None)
 _known: dict[Any, _List] = {}
 _LISTS = 256
 _nested = operator.attrgetter("is_nested")
+#: That of the interpreter, where a thread may wait for both.
+_turn: Any = _by_turns if INTERPRETED else threading.RLock()
 #: Beyond all addresses.
 _FAR = 2**62
 #: What is below may be no address, but an offset into storage that was freed.
@@ -491,6 +497,18 @@ def _check_lists(params: Any, ms: Any, vs: Any, tops: Any, exacts: Any, grads: A
                 )
 
 
+def _by_one_thread(function: Any) -> Any:
+    """One call at a time: a second one would put its gradients into the table of a list that the first one launches."""
+
+    @functools.wraps(function)
+    def called(*args: Any) -> None:
+        with _turn:
+            function(*args)
+
+    return called
+
+
+@_by_one_thread
 def _stepped(
     params: list[Tensor], grads: list[Tensor], ms: list[Tensor], vs: list[Tensor], tops: list[Tensor],
     exacts: list[Tensor], count: Tensor | None, step: int, rate: Tensor | None, lr: float, beta1: float, beta2: float,
