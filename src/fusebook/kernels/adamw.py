@@ -369,7 +369,7 @@ class _List:
                     for i, addresses, check in self.parts
                 )
             )
-        except (TypeError, RuntimeError):  # no tensor, or one without memory of its own
+        except (AttributeError, TypeError, RuntimeError):  # no tensor, or one without memory of its own
             return False
 
     def meets(self, first: Any, sizes: Any) -> bool:
