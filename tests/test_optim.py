@@ -241,6 +241,15 @@ def test_processes_may_share_a_count(pickled):
     close(*lists)
 
 
+def test_a_program_may_put_it_for_that_of_torch(device, monkeypatch):
+    lists = [parameters(device) for _ in BOTH]
+    after(torch.optim.AdamW(lists[0]), lists[0], 2)
+    monkeypatch.setattr("torch.optim.AdamW", AdamW)
+    after(type("Own", (torch.optim.AdamW,), {})(lists[1]), lists[1], 2)
+    monkeypatch.undo()
+    close(*lists)
+
+
 def test_a_group_may_get_an_iterator(device):
     lists = [parameters(device) for _ in BOTH]
     for kind, ps in zip(BOTH, lists, strict=True):

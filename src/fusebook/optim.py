@@ -229,7 +229,7 @@ class AdamW(torch.optim.AdamW):
         callable
             The step with hooks.
         """
-        hooked = torch.optim.AdamW.profile_hook_step(func)
+        hooked = torch.optim.Optimizer.profile_hook_step(func)  # a program may put this class for torch.optim.AdamW
 
         @functools.wraps(hooked)
         def step(self: AdamW, *args: Any, **kwargs: Any) -> Any:
