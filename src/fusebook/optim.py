@@ -145,9 +145,10 @@ class AdamW(torch.optim.AdamW):
     scale, and does nothing if one is not finite. Steps are then counted on the device. Unlike torch's step, this one
     leaves gradients scaled, unless ``unscale_`` was called.
 
-    Where steps are counted on the device, parameters share the tensor ``step`` in their states. To change the number
-    of one of them, replace that tensor instead of writing to it. Elsewhere a program may do both, but give ``step`` no
-    other memory by ``data`` or ``set_``. A step may replace these tensors, so look them up in the state each time.
+    Where steps are counted on the device, also after `capturable` is set back, parameters share the tensor ``step`` in
+    their states. To change the number of one of them, replace that tensor instead of writing to it. Elsewhere a program
+    may do both, but give ``step`` no other memory by ``data`` or ``set_``. A step may replace these tensors, so look
+    them up in the state each time.
 
     The averages have the dtype of their parameter, as in `torch.optim.AdamW`.
 
