@@ -20,8 +20,8 @@ RMSNorm has no mean_j g[j]. `dtotal` is the gradient of the sum with the residua
 kept: the statistics of a row are computed again while it is in registers.
 
 A row of up to 32768 elements, in the gradient of up to 16 KiB, is held in the registers of one program. A wider row is
-shared by several programs, see `_rows`. Limits: float64 rows wider than that, rows of more than 2**20 elements, and
-results in eight bits of shared rows are computed by torch. A tensor of an unusual layout is copied first. There is no
+shared by several programs, see `_rows`; in eight bits, up to 65536 are held. Limits: float64 rows wider than that, rows
+of more than 2**20 elements, and wider ones in eight bits are computed by torch. A tensor of an unusual layout is copied first. There is no
 gradient of the gradient.
 """
 
@@ -777,6 +777,8 @@ _ODD_ROWS = _ROWS | {
 }  # fmt: skip
 #: With a residual, each thread has twice as many loads under way: twice as many warps for long rows.
 _ROWS_OF_SUMS = _ROWS | {2: (*_ROWS[2][:-1], Config(65536, 4096, 16))}
+#: Wider rows whose result is quantised: one program holds each, since all of a row is read before any is written.
+_QUANTISED = {2: (Config(2**17, 4096, 32),), 4: (Config(2**18, 4096, 32),), 8: ()}
 _PARTS = {2: (Parts(2**21, 8192, 4),), 4: (Parts(2**22, 4096, 4),), 8: ()}  # bytes of a row, columns of a part, warps
 #: The registers of a thread where rows are shared, by whether they are centred, and whether a residual is added.
 _REGISTERS = {(False, False): 72, (True, False): 96, (False, True): 128, (True, True): 128}
@@ -830,7 +832,8 @@ def _norm_into(
         return
     n, size = x.shape[-1], x.element_size()
     parts: Any = first_that_fits(_PARTS, n, size) if scale is None and not INTERPRETED else None
-    if n > WIDEST or (parts is None and not INTERPRETED and first_that_fits(_ROWS, n, size) is None):
+    wide = None if scale is None else first_that_fits(_QUANTISED, n, size)
+    if n > WIDEST or (not (parts or wide or INTERPRETED) and first_that_fits(_ROWS, n, size) is None):
         apply(_by_torch, y, total, scale, x, residual, weight, bias, centred, eps)
         return
     layout, ins, constants = _laid_out(
@@ -840,7 +843,7 @@ def _norm_into(
     align = alignment(layout, *ins, y)
     odd = align * size < 4
     table = _ROWS_OF_SUMS if residual is not None else _ODD_ROWS if odd else _ROWS
-    config = INTERPRETER if INTERPRETED else first_that_fits(table, n, size)
+    config = INTERPRETER if INTERPRETED else first_that_fits(table, n, size) or wide
     if odd and n * size > _UNALIGNED and parts is not None:
         config = None  # parts are loaded by whole vectors
     tensors = (ins[0], ins[1] if len(ins) > 1 else None, *(v if v is None else contiguous(v) for v in (weight, bias)))
