@@ -269,7 +269,8 @@ def test_what_a_launcher_must_return(device):
     op = custom_op("Pair", lambda x: x, **two)
     refused(r"expected 2 outputs \(a, b\) from the launcher, got 1", graph(op, device, *wanted), {"x": x})
     op = custom_op("Pair", lambda x: (x, None), **two)
-    refused("expected the launcher to return a tensor for b, got NoneType", graph(op, device, *wanted), {"x": x})
+    message = "expected the launcher to return a tensor with memory for b, got a NoneType"
+    refused(message, graph(op, device, *wanted), {"x": x})
     op = custom_op("Pair", lambda x, out: None, shape=lambda x: x.shape, **two)
     refused("expected 2 shapes, got 1", graph(op, device, *wanted), {"x": x})
     op = unary(launcher=lambda x, out: x * 2)
@@ -279,8 +280,6 @@ def test_what_a_launcher_must_return(device):
     for view in (torch.t, torch._neg_view, lambda y: y.view(torch.int32)):  # of the memory's address and shape
         op = unary(launcher=lambda x, out, v=view: v(torch.mul(x, 2, out=out)))
         refused("expected the launcher to write y into the memory", graph(op, device), {"x": x.expand(3, 3)})
-    op = unary(launcher=lambda x: torch.nested.nested_tensor([x, x[1:]]), shape=None)
-    refused("expected the launcher to return a tensor for y, got a nested one", graph(op, device), {"x": x})
     for axes in (17, 65):
         op = unary(launcher=lambda x, n=axes: x.view([1] * n), shape=None)
         refused(f"expected outputs of at most 16 axes, got {axes}", graph(op, device), {"x": x[:1].clone()})
@@ -289,9 +288,8 @@ def test_what_a_launcher_must_return(device):
         refused("expected a tuple of sizes from shape, or one an output, got", graph(op, device), {"x": x})
     op = unary(shape=lambda x: (np.int64(3),))
     assert graph(op, device)({"x": x})["y"].tolist() == [2, 2, 2]
-    for function in (lambda x: torch.complex(x, x), lambda x: x.to_sparse()):
-        with pytest.raises(RuntimeError):
-            graph(unary(launcher=function, shape=None), device)({"x": x})
+    with pytest.raises(RuntimeError):
+        graph(unary(launcher=lambda x: torch.complex(x, x), shape=None), device)({"x": x})
     whole = custom_op("Whole", lambda x: x / 2, {"x": f}, {"y": torch.int64})
     message = "expected the launcher to return y as torch.int64, got torch.float32"
     refused(message, graph(whole, device, {"x": f}, {"y": torch.int64}), {"x": x})
@@ -302,6 +300,43 @@ def test_what_a_launcher_must_return(device):
     op = unary(shape=lambda x: (2**60,), launcher=lambda x, out: None)
     with pytest.raises(RuntimeError):  # ONNX Runtime's own words: it cannot allocate that
         graph(op, device)({"x": x})
+
+
+def without_memory(device):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    x = torch.ones(3, device=device)
+    given_back = x.clone()
+    given_back.untyped_storage().resize_(8)
+    fake = FakeTensorMode(allow_non_fake_inputs=True).from_tensor(x)
+    nested = torch.nested.nested_tensor([x, x[1:]])
+    return fake, given_back, torch._to_functional_tensor(x), TwoTensor(x, x), x.to_sparse(), nested
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_result_without_memory_is_refused(device):
+    for result in without_memory(device):
+        message = f"expected the launcher to return a tensor with memory for y, got a {type(result).__name__}"
+        g = graph(unary(launcher=lambda x, r=result: r, shape=None), device)
+        refused(f"{message} without", g, {"x": torch.ones(3, device=device)})
+
+
+@pytest.mark.parametrize("shape", ["x", None])
+def test_a_launcher_runs_outside_of_dispatch_modes(shape):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    given = {"x": np.arange(4, dtype=np.float32)}
+    options = ort.SessionOptions()
+    register(options, unary() if shape else unary(launcher=lambda x: x * 2, shape=None))
+    f = {"x": torch.float32}, {"y": torch.float32}
+    session = ort.InferenceSession(one_node("Unary", *f).SerializeToString(), options)
+    for real in (False, True):
+        with FakeTensorMode(allow_non_fake_inputs=real):
+            assert session.run(None, given)[0].tolist() == [0, 2, 4, 6]
+    traced = make_fx(lambda v: v + float(session.run(None, given)[0].sum()))(torch.ones(2))
+    assert "copy" not in traced.code and traced(torch.ones(2)).tolist() == [13, 13]
 
 
 def test_nodes_that_do_not_fit_are_refused(device):

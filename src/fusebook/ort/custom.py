@@ -31,8 +31,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from fusebook.kernels._call import INTERPRETED, _private, _transforms
+from fusebook.kernels._call import INTERPRETED, _modes, _private, _transforms
 from fusebook.measure.machine import cache_folder
 
 if "_KERNELS" in globals():  # the C library has the address of what is here, and sessions have its numbers
@@ -206,6 +207,23 @@ def untransformed(function: _F) -> _F:
     return called  # type: ignore[return-value]
 
 
+def _stored(x: Tensor) -> bool:
+    """Whether numbers are in memory on its device: not for fake, functional, wrapped, sparse or nested tensors."""
+    if x.is_nested:
+        return False
+    try:
+        memory = x.untyped_storage()
+        if memory.device != x.device:  # that of a fake tensor is on meta
+            return False
+        memory.data_ptr()
+    except (NotImplementedError, RuntimeError, ValueError):
+        return False
+    # It may have been given back.
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    needed = (x.storage_offset() + last + 1) * x.element_size() if x.numel() else 0
+    return memory.nbytes() >= needed
+
+
 # Kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -329,6 +347,8 @@ def _compute(kernel: int, capsules: Sequence[Any], running: int, stream: int, de
         run = _KERNELS[kernel].run
         if _transforms():
             run = untransformed(run)
+        if _modes():  # they may leave outputs as they are, or record addresses that are worth nothing after the run
+            run = _disable_current_modes()(run)
         if INTERPRETED and "torch._dynamo" in sys.modules:  # torch.compile would follow into Triton's interpreter
             run = torch.compiler.disable(run)
         run(capsules, running, stream, device)
@@ -515,10 +535,11 @@ class CustomOp:
                 f"{len(results)}; return them as a tuple"
             )
         for name, result in zip(self.outputs, results, strict=True):
-            if not isinstance(result, Tensor) or result.is_nested:
-                got = "a nested one" if isinstance(result, Tensor) else type(result).__name__
+            if not isinstance(result, Tensor) or not _stored(result):
+                got = type(result).__name__ + " without" * isinstance(result, Tensor)
                 raise TypeError(
-                    f"expected the launcher to return a tensor for {name}, got {got}; return a dense tensor"
+                    f"expected the launcher to return a tensor with memory for {name}, got a {got}; return a "
+                    "dense tensor"
                 )
 
     def _attributes_of(self, api: int, info: int) -> dict[str, Any]:

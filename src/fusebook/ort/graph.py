@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fusebook.kernels._call import _modes, _tracing, flag, integer
-from fusebook.ort.custom import _ELEMENTS, CustomOp, register, untransformed
+from fusebook.ort.custom import _ELEMENTS, CustomOp, _stored, register, untransformed
 
 __all__ = ["Bound", "Graph"]
 
@@ -465,23 +465,6 @@ def _plain(value: Tensor) -> Tensor:
         return value
     with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
         return Tensor.as_subclass(value, Tensor)  # type: ignore[arg-type]
-
-
-def _stored(x: Tensor) -> bool:
-    """Whether numbers are in memory on its device: not for fake, functional, wrapped, sparse or nested tensors."""
-    if x.is_nested:
-        return False
-    try:
-        memory = x.untyped_storage()
-        if memory.device != x.device:  # that of a fake tensor is on meta
-            return False
-        memory.data_ptr()
-    except (NotImplementedError, RuntimeError, ValueError):
-        return False
-    # It may have been given back.
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    needed = (x.storage_offset() + last + 1) * x.element_size() if x.numel() else 0
-    return memory.nbytes() >= needed
 
 
 def _apart(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
