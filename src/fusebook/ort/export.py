@@ -65,6 +65,8 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
       ``silu_mul``, ``add_add_multiply`` and ``exp``.
 
     The export of any other of Fusebook's operators ends with a sentence that names it.
+    ONNX Runtime computes float16 in float32 on the CPU, and leaves out casts between nodes. A value between two nodes
+    that is beyond float16 is finite there, and infinite in PyTorch.
 
     Raises
     ------
