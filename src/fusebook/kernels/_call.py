@@ -906,10 +906,11 @@ class Operator:
 
     def _compiled(self, *args: Any) -> Any:
         """A call that torch.compile traces."""
-        traced = self.traced or self.check
-        if self.autocast is not None and autocasts(args[0].device.type):
-            with torch.autocast(args[0].device.type, enabled=False):
-                return self.autocast(args[0].device.type, lambda *cast: self.custom(*traced(*cast)), *args)
+        traced, device = self.traced or self.check, args[0].device.type
+        # Not `autocasts`: what it asks, torch.compile of torch 2.11 does not trace in a torch.autograd.Function.
+        if self.autocast is not None and device != "meta" and torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return self.autocast(device, lambda *cast: self.custom(*traced(*cast)), *args)
         return self.custom(*traced(*args))
 
     def _unusual(self, *args: Any) -> Any:
