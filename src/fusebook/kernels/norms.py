@@ -268,7 +268,7 @@ def _result(x, anchor, mean, factor, w, b, FAR: tl.constexpr):
     return (_relative(x, anchor, FAR) - mean) * factor * w.to(mean.dtype) + b.to(mean.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["INNER"])
 def _norm_rows(
     y_ptr, total_ptr, x_ptr, r_ptr, w_ptr, b_ptr, INNER, N, y_strides, x_strides, r_strides,
     ALIGN: tl.constexpr, FLAT: tl.constexpr, EPS: tl.constexpr, CENTRED: tl.constexpr, FAR: tl.constexpr,
@@ -333,7 +333,7 @@ def _quantised(y, scale, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     return y.to(TYPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["INNER"])
 def _norm_rows_quantised(
     y_ptr, scale_ptr, total_ptr, x_ptr, r_ptr, w_ptr, b_ptr, INNER, N, scale_strides, y_strides, x_strides, r_strides,
     LIMIT: tl.constexpr, INTERPRETED: tl.constexpr, ALIGN: tl.constexpr, FLAT: tl.constexpr, EPS: tl.constexpr,
@@ -839,6 +839,8 @@ def _norm_into(
     layout, ins, constants = _laid_out(
         y, [x] if residual is None else [x, residual], lambda layout: across_constants(layout, size, INTERPRETED)
     )
+    if layout.along and layout.sizes[:2] == (1, 1):  # where other rows would begin decides in which order it is added up
+        layout = Layout(layout.sizes, [(0, t.stride(-2) if t.dim() > 1 else n, 1) for t in (y, *ins)])
     (outer, inner, n), strides = layout
     align = alignment(layout, *ins, y)
     odd = align * size < 4
@@ -860,7 +862,8 @@ def _norm_into(
             share.parts, **given, **share.constants | {"BLOCK": chunk, "CHUNKS": parts.block // chunk}, **late,
         )  # fmt: skip
         return
-    constants = constants or row_constants(config, n, inner)
+    # Not fewer rows of a program for few rows: the compiler would add up a row in another order.
+    constants = constants or row_constants(config, n, inner if INTERPRETED else max(1, config.elements))
     grid = (outer * triton.cdiv(inner, constants["ROWS"]),)
     given |= {"FLAT": outer == 1, **constants}
     if scale is None:
