@@ -376,14 +376,14 @@ def test_targets_that_are_no_class_are_named_or_give_nan(N):
         target[3] = wrong
         for function in (fusebook.cross_entropy, fusebook.cross_entropy_with_gradient):
             with pytest.raises(IndexError, match=f"got {wrong} at target\\[3\\]"):
-                function(x, target)
+                function(x, target, check=True)
         losses, dx = fusebook.cross_entropy_with_gradient(x, target, reduction="none", check=False)
         assert losses.isnan().tolist() == [False, False, False, True]
         assert dx[3].isnan().all() and not dx[:3].isnan().any()
         assert fusebook.cross_entropy(x, target, check=False).isnan()
     target.clamp_(0, N - 1)[3] = N  # and nothing else is out of the way
     with pytest.raises(IndexError, match=f"got {N} at target\\[3\\]"):
-        fusebook.cross_entropy(x, target)
+        fusebook.cross_entropy(x, target, check=True)
 
 
 def test_nothing_to_learn_is_nan_and_has_no_gradient():
@@ -886,7 +886,7 @@ def test_what_does_not_fit_a_head_is_refused():
     with pytest.raises(ValueError, match="rows of 1 or more"):
         linear(h, head, target, rows=0)
     with pytest.raises(IndexError, match="from 0 to 6"):
-        linear(h, head, target + 7)
+        linear(h, head, target + 7, check=True)
 
 
 def test_hidden_states_that_are_not_finite_or_count_for_nothing():
@@ -981,7 +981,9 @@ def test_hidden_states_are_not_copied_to_be_multiplied_at_once(size, dtype, monk
         with uncached():
             found.append(fusebook.linear_cross_entropy_with_gradients(h, head, target, check=False))
     for clean, got in zip(*found, strict=True):
-        torch.testing.assert_close(got, clean)
+        # The second time cuBLAS has another product to compute, and on a GPU it may add parts of a sum in bfloat16.
+        split = 2 * torch.finfo(dtype).eps * clean.abs().max().item() if clean.is_cuda else 1e-5
+        torch.testing.assert_close(got, clean, rtol=1.3e-6 if dtype == torch.float32 else 1.6e-2, atol=split)
     assert max(left) < len(h), "one program adds up the loss of each row"
 
 
