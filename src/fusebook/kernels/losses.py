@@ -939,6 +939,11 @@ def _prepare(x: Tensor, target: Tensor, terms: Terms, words: int, few: int) -> _
     return _Known(sums, counts, zeros, classes, early)
 
 
+def _few_targets(config: _Launch | None, gradients: Any) -> int:
+    """The targets whose weights are not summed ahead; those of shared rows are, by the launch that zeros their words."""
+    return -1 if config is None or config.parts else _MORE_TARGETS if gradients is None else _FEW_TARGETS
+
+
 def _left_shape(config: _Launch | None, m: int, terms: Terms, each: bool) -> tuple[int, ...]:
     """The shape of what a kernel leaves: a loss of each row, of each part if losses are smoothed, or of a program."""
     if config is not None and config.parts > 1 and terms.smoothing:
@@ -1040,7 +1045,7 @@ def _entropy_into(
     dx = x if over else None if dx is None else contiguous_rows(dx)
     scale = _line(scale) if scale is not None and scale.dim() > 1 else scale
     config = _launch_config(x, dx)
-    few = -1 if config is None else _MORE_TARGETS if dx is None else _FEW_TARGETS
+    few = _few_targets(config, dx)
     known = _prepare(x, target, terms, config.programs if config is not None and config.parts else 0, few)
     each = terms.reduction == "none"
     shape = _left_shape(config, len(x), terms, each)
@@ -1400,7 +1405,7 @@ def _linear_into(
     full = ready.full(rows) if again else ready.logits(states)
     x = full[:, :n]
     config = _launch_config(x, x)
-    few = -1 if config is None or rows < m else _MORE_TARGETS if gradients is None else _FEW_TARGETS
+    few = -1 if rows < m else _few_targets(config, gradients)
     parts = 0 if config is None else config.parts
     known = _prepare(x, target, terms, m * parts, few)._replace(late={})
     shape = _left_shape(config, m, terms, terms.reduction == "none" or rows < m)
