@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusebook.kernels._call import integer
-from fusebook.kernels.adamw import adamw_step, guard
+from fusebook.kernels.adamw import _turn, adamw_step, guard
 
 __all__ = ["AdamW"]
 
@@ -200,20 +200,8 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scaling = {key: value for key in _SCALING if (value := getattr(self, key, None)) is not None}
-        states = self.state
-        if len(states) != len(self._states) or not (_same(self._keys, states) and _same(self._states, states.values())):
-            self._forget()
-        capturing = _capturing()
-        # Each group is looked at after the one before is stepped, which may have counted a step of the same parameter.
-        launches = ((group, *made) for group in self.param_groups for made in self._launches(group, capturing))
-        for i, (group, launch, grads) in enumerate(launches):
-            seed = group.get("seed")
-            if seed is not None:
-                seed = (_seed(seed) + i * 0x9E3779B1) % 0x7FFFFFFF  # more is not used
-            self._launch(group, launch, grads, seed, scaling)
-        if len(states) != len(self._states):
-            self._keys, self._states = [*states], [*states.values()]
+        with _turn:  # threads that step one optimizer count one after another
+            self._step()
         return loss
 
     @staticmethod
@@ -242,6 +230,23 @@ class AdamW(torch.optim.AdamW):
                 raise
 
         return step
+
+    def _step(self) -> None:
+        """Step all groups."""
+        scaling = {key: value for key in _SCALING if (value := getattr(self, key, None)) is not None}
+        states = self.state
+        if len(states) != len(self._states) or not (_same(self._keys, states) and _same(self._states, states.values())):
+            self._forget()
+        capturing = _capturing()
+        # Each group is looked at after the one before is stepped, which may have counted a step of the same parameter.
+        launches = ((group, *made) for group in self.param_groups for made in self._launches(group, capturing))
+        for i, (group, launch, grads) in enumerate(launches):
+            seed = group.get("seed")
+            if seed is not None:
+                seed = (_seed(seed) + i * 0x9E3779B1) % 0x7FFFFFFF  # more is not used
+            self._launch(group, launch, grads, seed, scaling)
+        if len(states) != len(self._states):
+            self._keys, self._states = [*states], [*states.values()]
 
     def _forget(self) -> None:
         self._kept, self._keys, self._states = {}, [], []
