@@ -447,6 +447,30 @@ def test_a_step_of_another_thread_waits_until_this_one_is_launched(device, monke
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_step_within_a_step_of_the_same_list_changes_no_gradients(counted, device, monkeypatch):
+    """As by the handler of a signal, which may come at any time."""
+    ps, gs, ms, vs = model(device, [(8,), (8,)])
+    others = [g + 1 for g in gs]
+    want = by_torch(ps, [gs, others, gs, gs], lr=0.01)
+    count, launch = torch.zeros((), device=device), module._Group.launch
+
+    def step(number, grads):
+        adamw_step(ps, grads, ms, vs, step=count if counted else number, lr=0.01)
+
+    def interrupted(self, *args):
+        monkeypatch.undo()
+        step(2, others)
+        launch(self, *args)
+
+    step(1, gs)
+    gs = [g.clone() for g in gs]
+    monkeypatch.setattr(module._Group, "launch", interrupted)
+    step(3, gs)
+    step(4, gs)
+    close(ps, want)
+
+
 def test_a_nested_gradient_is_refused_after_a_step(device):
     ps, gs, ms, vs = model(device, [(2, 3), (2, 3)])
     adamw_step(ps, gs, ms, vs, step=1)

@@ -249,6 +249,8 @@ _LISTS = 256
 _nested = operator.attrgetter("is_nested")
 #: That of the interpreter, where a thread may wait for both.
 _turn: Any = _by_turns if INTERPRETED else threading.RLock()
+#: A None for each call under way, all of one thread.
+_inside: list[None] = []
 #: Beyond all addresses.
 _FAR = 2**62
 #: What is below may be no address, but an offset into storage that was freed.
@@ -503,7 +505,13 @@ def _by_one_thread(function: Any) -> Any:
     @functools.wraps(function)
     def called(*args: Any) -> None:
         with _turn:
-            function(*args)
+            if _inside:  # the handler of a signal steps: the call that it interrupts keeps its tables for itself
+                _known.clear()
+            try:
+                _inside.append(None)
+                function(*args)
+            finally:
+                del _inside[-1:]
 
     return called
 
