@@ -488,7 +488,8 @@ def _apart(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
 def _layout(value: Tensor) -> tuple[Any, ...]:
     """What a program may change of a tensor, and a binding does not notice."""
     value = _plain(value)
-    return value.data_ptr(), value.dtype, value.shape, value.stride(), value.is_neg()
+    memory = value.untyped_storage().nbytes()  # less of it may be at the same address
+    return value.data_ptr(), value.dtype, value.shape, value.stride(), value.is_neg(), memory
 
 
 def _place(value: Tensor, graph: Graph) -> tuple[str, int, int, Sequence[int], int]:
