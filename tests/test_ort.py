@@ -4,6 +4,7 @@ The library is compiled once for one architecture and dtype; where there is a GP
 """
 
 import ctypes
+import math
 import os
 import re
 import shutil
@@ -533,6 +534,19 @@ def test_operators_become_standard_nodes(dtype, opset, learned, device):
             torch.testing.assert_close(
                 y, right, rtol=8 * eps, atol=32 * eps, equal_nan=True, msg=lambda m, key=key: f"{key}: {m}"
             )
+
+
+def test_an_exported_loss_of_float64_keeps_nan():
+    class Loss(torch.nn.Module):
+        def forward(self, x, target):
+            return fusebook.cross_entropy(x, target, reduction="none", ignore_index=3, check=False)
+
+    x, target = torch.randn(6, 7, dtype=torch.float64), torch.arange(6)
+    x[[0, 1, 3], [5, 1, 0]], x[2, 4], x[4] = math.nan, math.inf, -math.inf
+    graph = Graph(exported(Loss(), (x, target)), device="cpu")
+    (got,) = graph(dict(zip(graph.inputs, (x, target), strict=True))).values()
+    torch.testing.assert_close(got, Loss()(x, target), equal_nan=True)
+    assert got.isnan().tolist() == [True, True, True, False, True, False]
 
 
 @pytest.mark.parametrize(

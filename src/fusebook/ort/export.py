@@ -67,6 +67,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     The export of any other of Fusebook's operators ends with a sentence that names it.
     ONNX Runtime computes float16 in float32 on the CPU, and leaves out casts between nodes. A value between two nodes
     that is beyond float16 is finite there, and infinite in PyTorch.
+    Its Sigmoid of float32 is 0 below -18 there, so that ``silu`` and what contains it are 0.
 
     Raises
     ------
@@ -139,9 +140,13 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         weight = None if weight is None else op.CastLike(weight, x)
         rest = op.Constant(value_ints=[-1])
         scores = op.Reshape(x, op.Concat(rest, op.Shape(x, start=-1), axis=0))  # Flatten of one x twice does not export
-        loss, _ = op.SoftmaxCrossEntropyLoss(
-            scores, op.Reshape(target, rest), weight, reduction=reduction, ignore_index=ignore_index
-        )
+        given = op.Reshape(target, rest), weight
+        if x.dtype == 11:  # there ONNX Runtime's SoftmaxCrossEntropyLoss, and its LogSoftmax, lose NaN
+            h = op.Sub(scores, op.ReduceMax(scores, rest))
+            scores = op.Sub(h, op.Log(op.ReduceSum(op.Exp(h), rest)))
+            loss = op.NegativeLogLikelihoodLoss(scores, *given, reduction=reduction, ignore_index=ignore_index)
+        else:
+            loss, _ = op.SoftmaxCrossEntropyLoss(scores, *given, reduction=reduction, ignore_index=ignore_index)
         return op.Reshape(loss, op.Shape(target)) if reduction == "none" else loss
 
     def linear_cross_entropy(  # type: ignore[no-untyped-def]
