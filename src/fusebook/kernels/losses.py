@@ -940,7 +940,7 @@ def _prepare(x: Tensor, target: Tensor, terms: Terms, words: int, few: int) -> _
 
 
 def _few_targets(config: _Launch | None, gradients: Any) -> int:
-    """The targets whose weights are not summed ahead; those of shared rows are, by the launch that zeros their words."""
+    """The targets whose weights are not summed ahead; those of shared rows are, by the launch that zeros words."""
     return -1 if config is None or config.parts else _MORE_TARGETS if gradients is None else _FEW_TARGETS
 
 

@@ -21,8 +21,8 @@ kept: the statistics of a row are computed again while it is in registers.
 
 A row of up to 32768 elements, in the gradient of up to 16 KiB, is held in the registers of one program. A wider row is
 shared by several programs, see `_rows`; in eight bits, up to 65536 are held. Limits: float64 rows wider than that, rows
-of more than 2**20 elements, and wider ones in eight bits are computed by torch. A tensor of an unusual layout is copied first. There is no
-gradient of the gradient.
+of more than 2**20 elements, and wider ones in eight bits are computed by torch. A tensor of an unusual layout is copied
+first. There is no gradient of the gradient.
 """
 
 # Device code grows tuples of tiles; mypy sees a tuple of another length as another type.
@@ -839,13 +839,13 @@ def _norm_into(
     layout, ins, constants = _laid_out(
         y, [x] if residual is None else [x, residual], lambda layout: across_constants(layout, size, INTERPRETED)
     )
-    if layout.along and layout.sizes[:2] == (1, 1):  # where other rows would begin decides in which order it is added up
+    if layout.along and layout.sizes[:2] == (1, 1):  # where others would begin decides in which order it is added up
         layout = Layout(layout.sizes, [(0, t.stride(-2) if t.dim() > 1 else n, 1) for t in (y, *ins)])
     (outer, inner, n), strides = layout
     align = alignment(layout, *ins, y)
     odd = align * size < 4
     table = _ROWS_OF_SUMS if residual is not None else _ODD_ROWS if odd else _ROWS
-    config = INTERPRETER if INTERPRETED else first_that_fits(table, n, size) or wide
+    config: Any = INTERPRETER if INTERPRETED else first_that_fits(table, n, size) or wide
     if odd and n * size > _UNALIGNED and parts is not None:
         config = None  # parts are loaded by whole vectors
     tensors = (ins[0], ins[1] if len(ins) > 1 else None, *(v if v is None else contiguous(v) for v in (weight, bias)))
