@@ -339,6 +339,19 @@ def test_a_launcher_runs_outside_of_dispatch_modes(shape):
     assert "copy" not in traced.code and traced(torch.ones(2)).tolist() == [13, 13]
 
 
+def test_sizes_that_torch_cannot_count_are_refused(device):
+    """Torch refuses them too, and frees twice what it was handed."""
+    sizes, x = (0, 2**62, 4), torch.ones(3, device=device)
+    message = "expected sizes whose product is below 2..63"
+    written = unary(shape=lambda x: sizes, launcher=lambda x, out: None)
+    returned = unary(launcher=lambda x: torch.empty_strided(sizes, (1, 1, 1), device=device), shape=None)
+    for op in (written, returned):
+        refused(message, graph(op, device), {"x": x})
+    nodes = [oh.make_node("ConstantOfShape", ["s"], ["x"]), oh.make_node("Unary", ["x"], ["y"], domain="fusebook")]
+    given = Graph(model(nodes, {"s": torch.int64}, {"y": torch.float32}), device=device, ops=[unary()])
+    refused(message, given, {"s": torch.tensor(sizes)})
+
+
 def test_nodes_that_do_not_fit_are_refused(device):
     op = unary(attributes={"axis": -1}, launcher=lambda x, out, *, axis: out.copy_(x))
     f = torch.float32

@@ -83,6 +83,15 @@ typedef struct {
   int64_t sizes[MOST_AXES];
 } View;
 
+/* Refuse sizes by which a framework cannot count, though one of them is 0: torch frees twice what it was handed. */
+static inline Status countable(Api api, const View *seen) {
+  int64_t count = 1;
+  for (size_t axis = 0; axis < seen->axes; axis++)
+    if (seen->sizes[axis] > 0 && __builtin_mul_overflow(count, seen->sizes[axis], &count))
+      return CreateStatus(api)(ORT_INVALID_ARGUMENT, "fusebook: expected sizes whose product is below 2**63; reshape it");
+  return NULL;
+}
+
 static inline Status view(Api api, const void *value, View *out) {
   void *info = NULL;
   Status status = GetTensorTypeAndShape(api)(value, &info);
@@ -93,6 +102,7 @@ static inline Status view(Api api, const void *value, View *out) {
   if (!status) status = GetTensorElementType(api)(info, &out->type);
   if (!status) status = GetDimensions(api)(info, out->sizes, out->axes);
   ReleaseTensorTypeAndShapeInfo(api)(info);
+  if (!status) status = countable(api, out);
   if (!status) status = GetTensorMutableData(api)((void *)value, &out->data);
   return status;
 }

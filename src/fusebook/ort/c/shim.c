@@ -236,7 +236,9 @@ EXPORT Object *fusebook_output(Running *running, size_t i, Object *shape) {
   void *value = NULL;
   for (size_t axis = 0; axis < seen.axes; axis++)
     seen.sizes[axis] = PyLong_AsLongLong(PyTuple_GetItem(shape, (ptrdiff_t)axis));
-  running->status = KernelContext_GetOutput(api)(running->context, i, seen.sizes, seen.axes, &value);
+  running->status = countable(api, &seen);
+  if (!running->status)
+    running->status = KernelContext_GetOutput(api)(running->context, i, seen.sizes, seen.axes, &value);
   if (!running->status) running->status = GetTensorMutableData(api)(value, &seen.data);
   if (!running->status && running->kernel->op->cuda) running->status = device_of(api, value, &running->device);
   if (running->status) return Py_BuildValue("");
