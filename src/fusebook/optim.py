@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import os
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusebook.kernels._call import integer
-from fusebook.kernels.adamw import _turn, adamw_step, guard
+from fusebook.kernels.adamw import adamw_step, guard
 
 __all__ = ["AdamW"]
 
@@ -200,7 +202,8 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with _turn:  # threads that step one optimizer count one after another
+        # Threads step one optimizer in turn. A forked process has no thread that would release what it holds.
+        with vars(self).setdefault(f"_turn of {os.getpid()}", threading.RLock()):
             self._step()
         return loss
 
