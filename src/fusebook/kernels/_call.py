@@ -906,7 +906,8 @@ class Operator:
 
     def _compiled(self, *args: Any) -> Any:
         """A call that torch.compile traces."""
-        traced, device = self.traced or self.check, args[0].device.type
+        traced = self.traced or self.check
+        device = "meta" if self.autocast is None else args[0].device.type
         # Not `autocasts`: what it asks, torch.compile of torch 2.11 does not trace in a torch.autograd.Function.
         if self.autocast is not None and device != "meta" and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
