@@ -32,6 +32,8 @@ from fusebook.ort import LOSSES, NODES, NORMS, Graph, aot, build, export  # noqa
 from fusebook.ort.alone import alone  # noqa: E402
 from graphs import one_node, registered_by_an_old_onnx_runtime  # noqa: E402
 
+#: For tests of nodes on the CPU, which kernels compute in the interpreter.
+INTERPRETED_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels compile for it")
 CUDA = torch.cuda.is_available() and "CUDAExecutionProvider" in onnxruntime.get_available_providers()
 NAMES = {
     "softmax": "Softmax",
@@ -536,6 +538,7 @@ def test_operators_become_standard_nodes(dtype, opset, learned, device):
             )
 
 
+@INTERPRETED_ONLY
 def test_an_exported_loss_of_float64_keeps_nan():
     class Loss(torch.nn.Module):
         def forward(self, x, target):
@@ -562,22 +565,22 @@ def test_an_exported_loss_of_float64_keeps_nan():
         ),
     ],
 )
-def test_what_has_no_node_is_named(call, message):
+def test_what_has_no_node_is_named(call, message, device):
     class Called(torch.nn.Module):
         def forward(self, x, t):
             return call(x, t)
 
     with pytest.raises(torch.onnx.OnnxExporterError, match=f"fusebook.ort.translations: expected .*{message}"):
-        exported(Called(), (torch.ones(3, 4), torch.ones(3, dtype=torch.int64)))
+        exported(Called(), (torch.ones(3, 4, device=device), torch.ones(3, dtype=torch.int64, device=device)))
 
 
-def test_an_export_of_a_call_within_a_transform_is_refused():
+def test_an_export_of_a_call_within_a_transform_is_refused(device):
     class Batched(torch.nn.Module):
         def forward(self, x):
             return torch.vmap(fusebook.softmax)(x)
 
     with pytest.raises(NotImplementedError, match="softmax: expected no torch.vmap or torch.func under torch.export"):
-        torch.export.export(Batched(), (torch.ones(2, 3),), strict=False)
+        torch.export.export(Batched(), (torch.ones(2, 3, device=device),), strict=False)
 
 
 def test_translations_has_each_operator_and_names_those_that_become_nodes():
@@ -864,6 +867,7 @@ def test_models_that_would_lose_or_mistake_something_are_refused(change, message
             export.fuse(ir.from_proto(model))
 
 
+@INTERPRETED_ONLY
 def test_a_model_whose_branches_have_names_of_the_outer_graph_stays_as_it_is():
     numbers = {"s": torch.tensor([3, 2]), "i": torch.tensor([[1]]), "c": torch.full((1, 2), 5.0)}
     outer, inner = ([onnx.numpy_helper.from_array(v.numpy() * k, name) for name, v in numbers.items()] for k in (20, 1))
@@ -1031,6 +1035,7 @@ def test_a_matmul_of_few_bits_that_ours_does_not_take_stays(options):
     assert domains(export.fuse(nbits(**options)[0])) == [("com.microsoft", "MatMulNBits")]
 
 
+@INTERPRETED_ONLY
 def test_a_repacked_weight_takes_no_name_of_the_model():
     pytest.importorskip("onnxscript")
     proto, _, _ = nbits()
