@@ -260,25 +260,6 @@ def test_points_much_fewer_than_centres(n, device, monkeypatch):
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("n", "d", "k"), [(60, 130, 90), (90, 20, 300)])
-@pytest.mark.parametrize("dtype", module.DTYPES)
-def test_several_centres_of_a_program(n, d, k, dtype, device, monkeypatch):
-    """Most points are of one of them. Rows of long points take turns, those of short points do not."""
-    capability = module.gpu(torch.device(device))[0]
-    monkeypatch.setattr(module, "gpu", lambda _: (capability, 2))
-    rng = generator(0, device)
-    points = torch.randn(n, d, generator=rng, dtype=torch.float64, device=device).to(dtype)
-    labels = torch.randint(k, (n,), generator=rng, device=device)
-    labels = torch.where(torch.rand(n, generator=rng, device=device) < 0.8, 1, labels)
-    got = points.new_full((k, d), 77)
-    with strategies.launched() as log:
-        module._launch_direct(got, points, labels, None)
-    assert "('BLOCK_K', 1)" not in log[0][3]
-    exact = {torch.float16: 1e-3, torch.float32: 1e-6, torch.float64: 1e-14}[dtype]
-    want = kmeans_update_eager(points.double(), labels, k)
-    torch.testing.assert_close(got.double(), want, rtol=exact, atol=exact, equal_nan=True)
-
-
 def test_offsets_of_points_that_are_multiplied_by_ones_fit_32_bits():
     assert module._ones_pay(2**30 - 1, 16, 16, torch.float16)
     assert not module._ones_pay(2**31 - 1, 16, 16, torch.float16), "a program's end is beyond the last point"

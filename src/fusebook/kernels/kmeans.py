@@ -721,8 +721,7 @@ def _kmeans_groups(groups_ptr, sums_ptr, PARTS, WIDTH, EACH, BLOCK: tl.constexpr
 @triton.jit
 def _mean(out_ptr, old_ptr, total, many, at, inside):
     """Store centres at `at`; one without points stays the old one, if old ones are given."""
-    # NaN where nothing was added: the mean of nothing. Division is slow, most of all that of zeros.
-    mean = total / many if out_ptr.dtype.element_ty == tl.float64 else total * (1.0 / many)
+    mean = total / many  # NaN where nothing was added: the mean of nothing
     if old_ptr is not None:
         old = tl.load(old_ptr + at, mask=inside, other=0.0).to(tl.float64)
         mean = tl.where(many > 0, mean, old)
@@ -764,12 +763,7 @@ def _kmeans_direct(
         tl.extra.cuda.gdc_wait()
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)  # [BLOCK_D]
     x_ptr = points_ptr + columns.to(tl.int64) * stride_d
-    # BLOCK entries of the list for each centre. If a row of each centre fills the loads of 128 threads, such rows are
-    # neighbours. A thread then has rows of one centre alone, and adds them without shared memory.
-    NEXT: tl.constexpr = BLOCK_K * BLOCK_D * points_ptr.dtype.element_ty.primitive_bitwidth >= 128 * 128
-    rows = tl.arange(0, BLOCK_K * BLOCK)
-    slot = rows // BLOCK_K if NEXT else rows % BLOCK
-    whose = rows % BLOCK_K if NEXT else rows // BLOCK
+    rows = tl.arange(0, BLOCK_K * BLOCK)  # BLOCK entries of the list for each centre
     part = tl.program_id(2)
     found_ptr += ((part * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)) * LOOK
     end = tl.minimum((part + 1) * EACH, n)
@@ -787,19 +781,15 @@ def _kmeans_direct(
                 tl.store(found_ptr + tl.cumsum(mine, 0) - 1, entries, mask=mine > 0)
                 tl.debug_barrier()
                 for start in range(0, found, BLOCK):
-                    at = start + slot
+                    at = start + rows % BLOCK
                     entry = tl.load(found_ptr + at, mask=at < found, other=0)
                     row = (first + entry // BLOCK_K).to(tl.int64) * stride_n
-                    own = (at < found) & (entry % BLOCK_K == whose)
+                    own = (at < found) & (entry % BLOCK_K == rows // BLOCK)
                     many += own.to(tl.int32)
                     inside = own[:, None] & (columns < D)[None, :]
                     total += tl.load(x_ptr[None, :] + row[:, None], mask=inside, other=0.0).to(FLOAT)  # read nD
-        if NEXT:
-            sums = tl.sum(tl.reshape(total, [BLOCK, BLOCK_K, BLOCK_D]), 0).to(tl.float64)
-            count = tl.sum(tl.reshape(many, [BLOCK, BLOCK_K]), 0)[:, None]
-        else:
-            sums = tl.sum(tl.reshape(total, [BLOCK_K, BLOCK, BLOCK_D]), 1).to(tl.float64)
-            count = tl.sum(tl.reshape(many, [BLOCK_K, BLOCK]), 1)[:, None]
+        sums = tl.sum(tl.reshape(total, [BLOCK_K, BLOCK, BLOCK_D]), 1).to(tl.float64)
+        count = tl.sum(tl.reshape(many, [BLOCK_K, BLOCK]), 1)[:, None]
         centre = (j + tl.arange(0, BLOCK_K)).to(tl.int64)[:, None]
         known = (centre < K) & (columns < D)[None, :]
         if parts_ptr is None:
