@@ -302,7 +302,7 @@ def test_a_second_call_enters_six_functions_at_most(driver):
             continue
         assert len(second - ASKED) <= 6, (name, second)
         assert third <= second, (name, third)
-        assert len(first) <= 59, (name, first)
+        assert len(first) <= 60, (name, first)
 
 
 #: Of these the functions that a call enters at most: the first one, the second one, and a step back after that.
@@ -310,8 +310,8 @@ TRAINED = {
     "softmax": (lambda x, w: fusebook.softmax(x), 32, 5, 4),
     "rms_norm": (lambda x, w: fusebook.rms_norm(x, w), 36, 5, 4),
     "silu": (lambda x, w: fusebook.silu(x), 30, 5, 3),
-    "cross_entropy": (lambda x, w: fusebook.cross_entropy(x, torch.arange(8)), 48, 4, 3),
-    "linear_cross_entropy": (lambda x, w: fusebook.linear_cross_entropy(x, x.clone(), torch.arange(8)), 61, 6, 3),
+    "cross_entropy": (lambda x, w: fusebook.cross_entropy(x, torch.arange(8)), 49, 4, 3),
+    "linear_cross_entropy": (lambda x, w: fusebook.linear_cross_entropy(x, x.clone(), torch.arange(8)), 62, 6, 3),
 }
 
 
