@@ -1052,6 +1052,18 @@ def test_a_bias_has_a_gradient_under_transforms_and_compiled():
         loss.backward()
 
 
+def test_a_loss_of_a_head_compiles_whole_under_autocast():
+    h, head, target = exact(6, 5, 9, torch.float32)
+    own = head.clone().requires_grad_()
+    torch.compiler.reset()
+    compiled = torch.compile(fusebook.linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        loss, want = compiled(h, own, target), fusebook.linear_cross_entropy(h, own, target)
+    assert_close(loss, want)
+    (got,), (expected,) = (torch.autograd.grad(one, own) for one in (loss, want))
+    assert_close(got, expected)
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_compiled_step_computes_the_logits_once(biased):
     h, head, target = exact(6, 5, 9, torch.float32)

@@ -573,6 +573,11 @@ def autocasts(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
+def autocasts_in_graph(device: str) -> bool:
+    """The same by what torch.compile of torch 2.11 traces, too."""
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
 def _cast(args: Sequence[Any], dtype: torch.dtype) -> list[Any]:
     """Arguments with tensors in a dtype, but for integers and float64, which autocast leaves as they are."""
     return [
@@ -907,11 +912,9 @@ class Operator:
     def _compiled(self, *args: Any) -> Any:
         """A call that torch.compile traces."""
         traced = self.traced or self.check
-        device = "meta" if self.autocast is None else args[0].device.type
-        # Not `autocasts`: what it asks, torch.compile of torch 2.11 does not trace in a torch.autograd.Function.
-        if self.autocast is not None and device != "meta" and torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                return self.autocast(device, lambda *cast: self.custom(*traced(*cast)), *args)
+        if self.autocast is not None and autocasts_in_graph(args[0].device.type):
+            with torch.autocast(args[0].device.type, enabled=False):
+                return self.autocast(args[0].device.type, lambda *cast: self.custom(*traced(*cast)), *args)
         return self.custom(*traced(*args))
 
     def _unusual(self, *args: Any) -> Any:

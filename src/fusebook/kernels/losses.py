@@ -57,7 +57,6 @@ from ._call import (
     Operator,
     _autocast,
     apply,
-    autocasts,
     capturing,
     contiguous,
     flag,
@@ -72,6 +71,7 @@ from ._call import (
     shapes,
 )
 from ._call import accumulated as accumulated_in
+from ._call import autocasts_in_graph as autocasts
 from ._rows import (
     INTERPRETER,
     NEUTRAL_MAX_SUM,

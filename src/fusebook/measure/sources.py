@@ -29,10 +29,11 @@ __all__ = ["CALL_PATH", "UNTIMED", "hashes", "of_functions", "of_variant", "reac
 #: The modules through which all launchers go: ``code`` stops here, and ``host`` covers them.
 CALL_PATH = ("fusebook.kernels._call",)
 
-#: Its functions, methods and classes that run only under a compiler or a transform, or to refuse. No call that is timed
-#: enters one, which ``tests/test_operator.py`` checks.
+#: Its functions, methods and classes that run only under a compiler, a transform or autocast, or to refuse. No call
+#: that is timed enters one, which ``tests/test_operator.py`` checks.
 UNTIMED = frozenset(
-    "_compiled _shaped dispatched one_by_one _no_gradient _no_tangents refuse _Transformed _any_of _filled".split()
+    "_compiled _shaped dispatched one_by_one _no_gradient _no_tangents refuse _Transformed _any_of _filled "
+    "autocasts_in_graph".split()
 )
 
 # What else of the package is read. The rest measures, and `fusebook.measure.timing.VERSION` says when that changes.
