@@ -5,7 +5,6 @@ import io
 import math
 import os
 import pickle
-import threading
 import warnings
 import weakref
 from multiprocessing.reduction import ForkingPickler
@@ -22,7 +21,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
-import fusebook.optim
 from fusebook.optim import AdamW
 
 BOTH = torch.optim.AdamW, AdamW
@@ -586,28 +584,6 @@ def test_a_second_step_with_new_gradients_looks_up_no_state(device, monkeypatch)
     optimizer = after(AdamW(ps), ps, 1)
     monkeypatch.setattr(torch.Tensor, "__hash__", lambda _: pytest.fail("a state is looked up"))
     after(optimizer, ps, 1)
-
-
-def test_threads_step_one_optimizer_in_turn(device, monkeypatch):
-    lists = [parameters(device) for _ in BOTH]
-    made = [kind(ps, lr=0.1) for kind, ps in zip(BOTH, lists, strict=True)]
-    for optimizer, ps in zip(made, lists, strict=True):
-        after(optimizer, ps, 1)
-    made[0].step()
-    made[0].step()
-    launched, other = fusebook.optim.adamw_step, threading.Thread(target=made[1].step)
-
-    def overtaken(*args, **options):
-        monkeypatch.undo()
-        other.start()
-        other.join(0.5)
-        launched(*args, **options)
-
-    monkeypatch.setattr(fusebook.optim, "adamw_step", overtaken)
-    made[1].step()
-    other.join()
-    close(*lists)
-    close_states(*made)
 
 
 def test_a_step_keeps_no_gradient(device):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-import os
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -152,7 +150,8 @@ class AdamW(torch.optim.AdamW):
     may do both, but give ``step`` no other memory by ``data`` or ``set_``. A step may replace these tensors, so look
     them up in the state each time.
 
-    The averages have the dtype of their parameter, as in `torch.optim.AdamW`.
+    The averages have the dtype of their parameter, as in `torch.optim.AdamW`. Threads that step one optimizer at once
+    may lose counts, as there: let them take turns by a lock.
 
     Examples
     --------
@@ -202,9 +201,20 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Threads step one optimizer in turn. A forked process has no thread that would release what it holds.
-        with vars(self).setdefault(f"_turn of {os.getpid()}", threading.RLock()):
-            self._step()
+        scaling = {key: value for key in _SCALING if (value := getattr(self, key, None)) is not None}
+        states = self.state
+        if len(states) != len(self._states) or not (_same(self._keys, states) and _same(self._states, states.values())):
+            self._forget()
+        capturing = _capturing()
+        # Each group is looked at after the one before is stepped, which may have counted a step of the same parameter.
+        launches = ((group, *made) for group in self.param_groups for made in self._launches(group, capturing))
+        for i, (group, launch, grads) in enumerate(launches):
+            seed = group.get("seed")
+            if seed is not None:
+                seed = (_seed(seed) + i * 0x9E3779B1) % 0x7FFFFFFF  # more is not used
+            self._launch(group, launch, grads, seed, scaling)
+        if len(states) != len(self._states):
+            self._keys, self._states = [*states], [*states.values()]
         return loss
 
     @staticmethod
@@ -233,23 +243,6 @@ class AdamW(torch.optim.AdamW):
                 raise
 
         return step
-
-    def _step(self) -> None:
-        """Step all groups."""
-        scaling = {key: value for key in _SCALING if (value := getattr(self, key, None)) is not None}
-        states = self.state
-        if len(states) != len(self._states) or not (_same(self._keys, states) and _same(self._states, states.values())):
-            self._forget()
-        capturing = _capturing()
-        # Each group is looked at after the one before is stepped, which may have counted a step of the same parameter.
-        launches = ((group, *made) for group in self.param_groups for made in self._launches(group, capturing))
-        for i, (group, launch, grads) in enumerate(launches):
-            seed = group.get("seed")
-            if seed is not None:
-                seed = (_seed(seed) + i * 0x9E3779B1) % 0x7FFFFFFF  # more is not used
-            self._launch(group, launch, grads, seed, scaling)
-        if len(states) != len(self._states):
-            self._keys, self._states = [*states], [*states.values()]
 
     def _forget(self) -> None:
         self._kept, self._keys, self._states = {}, [], []
