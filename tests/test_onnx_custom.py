@@ -9,6 +9,7 @@ import pathlib
 import pickle
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -83,6 +84,61 @@ def test_a_graph_of_plain_tensors_runs_inside_a_transform(wrap, device):
 
     wrap(of)(torch.ones(2, device=device))
     assert all(torch.equal(f["y"], x * 2) and torch.equal(f["x"], x) for f in found) and found[1]["x"] is memory
+
+
+def test_bound_graphs_run_each_other_in_two_threads():
+    meet, inside, bound, found = threading.Barrier(2), threading.local(), {}, {}
+
+    def launcher(other):
+        def launch(x):
+            if getattr(inside, "a_run", False):
+                return x * 2
+            inside.a_run = True
+            meet.wait(20)  # now both are in a run
+            return bound[other]()["y"] + 1
+
+        return launch
+
+    for name, other in ("AB", "BA"):
+        op = custom_op(name, launcher(other), {"x": torch.float32}, {"y": torch.float32})
+        bound[name] = graph(op).bind({"x": torch.tensor([float(ord(name))])})
+
+    def run(name):
+        found[name] = bound[name]()["y"].item()
+
+    threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in "AB"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert found == {"A": 2 * ord("B") + 1, "B": 2 * ord("A") + 1}
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("given", [False, True], ids=["fresh", "given"])
+def test_a_fork_during_a_run_leaves_a_bound_graph_usable(given):
+    running, go = threading.Event(), threading.Event()
+
+    def launch(x):
+        if threading.current_thread() is not threading.main_thread():
+            running.set()
+            go.wait(20)
+        return x * 2
+
+    op = custom_op("Waits", launch, {"x": torch.float32}, {"y": torch.float32})
+    bound = graph(op).bind({"x": torch.ones(3)}, {"y": torch.empty(3)} if given else {})
+    thread = threading.Thread(target=bound, daemon=True)
+    thread.start()
+    assert running.wait(20)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0 if bound()["y"].tolist() == [2, 2, 2] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bound()["y"].tolist() == [2, 2, 2]  # nor does this process wait for it
+    go.set()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_nothing_is_copied(device):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -232,7 +231,11 @@ class Graph:
 
 
 class Bound:
-    """A graph with its tensors; made by `Graph.bind`. Calling it runs the graph and returns its outputs by name."""
+    """A graph with its tensors; made by `Graph.bind`. Calling it runs the graph and returns its outputs by name.
+
+    Where `Graph` may be called by several threads at once, this may be, too. Only runs that write to given memory must
+    not overlap: as with ``out=`` of torch, it would hold some of each.
+    """
 
     @untransformed
     def __init__(
@@ -240,11 +243,6 @@ class Bound:
     ) -> None:
         _check_tracing()
         self.graph = graph
-        self._binding = graph.session.io_binding()
-        self._lock = threading.RLock()  # the binding holds the outputs of one run
-        if graph.stream is not None:
-            # Made once: to make an event takes as long as to record one.
-            self._before, self._after = torch.cuda.Event(), torch.cuda.Event()
         types = graph.inputs | graph.defaults
         inputs = _named("inputs", inputs, types, graph.inputs)
         outputs = _named("outputs", outputs, graph.outputs, ())
@@ -272,18 +270,27 @@ class Bound:
                     f"ort.Graph: expected {name} of shape {list(value.shape)}, as the input that it is, got "
                     f"{list(given.shape)}; give memory of that shape"
                 )
-        for name, value in self._inputs.items():
-            self._binding.bind_input(name, *_place(value, graph))
-        for name in self._computed:
-            if name in outputs:
-                self._binding.bind_output(name, *_place(self._given[name], graph))
-            else:
-                self._allocate(name)
+        self._idle = [self._another()]
 
     __reduce__ = Graph.__reduce__
 
-    def _allocate(self, name: str) -> None:
-        self._binding.bind_output(name, self.graph.device.type, self.graph.device.index or 0)
+    def _another(self) -> tuple[Any, ...]:
+        """A binding, which holds the outputs of one run, and the events around that run."""
+        graph = self.graph
+        binding = graph.session.io_binding()
+        for name, value in self._inputs.items():
+            binding.bind_input(name, *_place(value, graph))
+        for name in self._computed:
+            if name in self._given:
+                binding.bind_output(name, *_place(self._given[name], graph))
+            else:
+                self._allocate(binding, name)
+        # Made once: to make an event takes as long as to record one.
+        events = (torch.cuda.Event(), torch.cuda.Event()) if graph.stream is not None else ()
+        return binding, *events
+
+    def _allocate(self, binding: Any, name: str) -> None:
+        binding.bind_output(name, self.graph.device.type, self.graph.device.index or 0)
 
     @untransformed
     def __call__(self) -> dict[str, Tensor]:
@@ -291,10 +298,20 @@ class Bound:
 
         Every output. What ONNX Runtime allocated belongs to this run, or, in a captured CUDA graph, to all runs.
         """
-        with self._lock:
-            return self._run()
+        if self.graph._fixed:
+            return self._run(*self._idle[0])
+        # A run that meets another, of a thread or of a launcher, has a binding of its own. None waits for the other,
+        # which may wait for this one, or be of the process that this one was forked from.
+        try:
+            binding = self._idle.pop()
+        except IndexError:
+            binding = self._another()
+        try:
+            return self._run(*binding)
+        finally:
+            self._idle.append(binding)
 
-    def _run(self) -> dict[str, Tensor]:
+    def _run(self, binding: Any, *events: torch.cuda.Event) -> dict[str, Tensor]:
         _check_tracing()
         graph = self.graph
         for name, value, layout in self._places:
@@ -307,21 +324,22 @@ class Bound:
         passed = {name: self._inputs[name].detach().to(graph.device, copy=True) for name in self._passed}
         if not graph._fixed:
             for name in self._fresh:  # else it would write over those of the last run, if only they have its shapes
-                self._allocate(name)
+                self._allocate(binding, name)
         if not self._computed:
             pass  # ONNX Runtime runs nothing for no outputs
         elif graph.stream is None:
-            graph.session.run_with_iobinding(self._binding, graph._run)
+            graph.session.run_with_iobinding(binding, graph._run)
         else:
             current = torch.cuda.current_stream(graph.device.index)
-            self._before.record(current)
-            graph.stream.wait_event(self._before)
-            graph.session.run_with_iobinding(self._binding, graph._run)
-            self._after.record(graph.stream)
-            current.wait_event(self._after)
+            before, after = events
+            before.record(current)
+            graph.stream.wait_event(before)
+            graph.session.run_with_iobinding(binding, graph._run)
+            after.record(graph.stream)
+            current.wait_event(after)
         found = dict(self._given)
         if self._fresh:
-            values = zip(self._computed, self._binding.get_outputs(), strict=True)
+            values = zip(self._computed, binding.get_outputs(), strict=True)
             found |= {name: _over_its_memory(value) for name, value in values if name not in self._given}
         for name, value in passed.items():
             found[name] = found[name].detach().copy_(value) if name in found else value
