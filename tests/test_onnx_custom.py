@@ -141,6 +141,28 @@ def test_a_fork_during_a_run_leaves_a_bound_graph_usable(given):
     assert not thread.is_alive()
 
 
+def test_a_refused_run_leaves_nothing_that_a_later_one_reads():
+    within, found, x = [], [], torch.ones(1000)
+
+    def launch(x):
+        y = x * 2
+        if within:
+            within.pop()()
+        return y
+
+    def elsewhere():
+        mine, x.data = x.data, torch.full((1000,), 9.0)
+        with pytest.raises(RuntimeError, match="expected x to stay where it was bound"):
+            bound()
+        x.data = mine
+
+    bound = graph(custom_op("Op", launch, {"x": torch.float32}, {"y": torch.float32})).bind({"x": x})
+    for inner in (elsewhere, lambda: found.append(bound()["y"])):
+        within.append(inner)
+        found.append(bound()["y"])
+    assert len(found) == 3 and all(torch.equal(y, torch.full((1000,), 2.0)) for y in found)
+
+
 def test_nothing_is_copied(device):
     seen = []
     op = unary(launcher=lambda x, out: seen.extend([x.data_ptr(), out.data_ptr()]) or out.copy_(x))

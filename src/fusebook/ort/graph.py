@@ -270,6 +270,9 @@ class Bound:
                     f"ort.Graph: expected {name} of shape {list(value.shape)}, as the input that it is, got "
                     f"{list(given.shape)}; give memory of that shape"
                 )
+        # Where they are now, for all bindings: by the time that one is made, tensors may be elsewhere.
+        self._read = [(name, *_place(value, graph)) for name, value in self._inputs.items()]
+        self._write = {name: _place(value, graph) for name, value in self._given.items()}
         self._idle = [self._another()]
 
     __reduce__ = Graph.__reduce__
@@ -278,11 +281,11 @@ class Bound:
         """A binding, which holds the outputs of one run, and the events around that run."""
         graph = self.graph
         binding = graph.session.io_binding()
-        for name, value in self._inputs.items():
-            binding.bind_input(name, *_place(value, graph))
+        for place in self._read:
+            binding.bind_input(*place)
         for name in self._computed:
-            if name in self._given:
-                binding.bind_output(name, *_place(self._given[name], graph))
+            if name in self._write:
+                binding.bind_output(name, *self._write[name])
             else:
                 self._allocate(binding, name)
         # Made once: to make an event takes as long as to record one.
@@ -298,6 +301,13 @@ class Bound:
 
         Every output. What ONNX Runtime allocated belongs to this run, or, in a captured CUDA graph, to all runs.
         """
+        _check_tracing()
+        for name, value, layout in self._places:
+            if _layout(value) != layout:
+                raise RuntimeError(
+                    f"ort.Graph: expected {name} to stay where it was bound, and as it was, got another address, "
+                    "dtype, shape or strides; bind it again"
+                )
         if self.graph._fixed:
             return self._run(*self._idle[0])
         # A run that meets another, of a thread or of a launcher, has a binding of its own. None waits for the other,
@@ -312,14 +322,7 @@ class Bound:
             self._idle.append(binding)
 
     def _run(self, binding: Any, *events: torch.cuda.Event) -> dict[str, Tensor]:
-        _check_tracing()
         graph = self.graph
-        for name, value, layout in self._places:
-            if _layout(value) != layout:
-                raise RuntimeError(
-                    f"ort.Graph: expected {name} to stay where it was bound, and as it was, got another address, "
-                    "dtype, shape or strides; bind it again"
-                )
         # Copied before the run, which may write over them where memory of an input is given for an output.
         passed = {name: self._inputs[name].detach().to(graph.device, copy=True) for name in self._passed}
         if not graph._fixed:
