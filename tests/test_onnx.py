@@ -58,6 +58,14 @@ def test_bound_memory_is_read_anew_and_written_in_place(device):
         assert torch.equal(d, c > a)
 
 
+def test_bound_memory_of_the_cpu_is_read_anew(device):
+    usable(device)
+    x = torch.ones(4)
+    bound = Graph(one_node("Neg", {"x": torch.float32}, {"y": torch.float32}, domain=""), device=device).bind({"x": x})
+    found = [bound()["y"].tolist(), x.fill_(5) is x and bound()["y"].tolist()]
+    assert found == [[-1.0] * 4, [-5.0] * 4]
+
+
 def test_some_outputs_may_be_given(device):
     graph = usable(device)
     a, c = torch.eye(3, device=device), torch.zeros(3, 3, device=device)

@@ -193,8 +193,9 @@ class Graph:
         Parameters
         ----------
         inputs : mapping of str to torch.Tensor
-            Every input of the graph, on its device or on the CPU. Contiguous. What they hold may change between runs.
-            Initializers that are inputs of the graph too may be given.
+            Every input of the graph, on its device or on the CPU. Contiguous. What they hold may change between runs,
+            except for those on the CPU of a captured CUDA graph, which are read when it is bound. Initializers that are
+            inputs of the graph too may be given.
         outputs : mapping of str to torch.Tensor, optional
             Memory for outputs, of the right shape and dtype. Those not given are allocated by ONNX Runtime. It may be
             that of an input where the graph allows for that.
@@ -273,6 +274,9 @@ class Bound:
         # Where they are now, for all bindings: by the time that one is made, tensors may be elsewhere.
         self._read = [(name, *_place(value, graph)) for name, value in self._inputs.items()]
         self._write = {name: _place(value, graph) for name, value in self._given.items()}
+        # ONNX Runtime copies these to the GPU when they are bound. A captured graph would read the first copies anyway.
+        across = graph.stream is not None and not graph._fixed
+        self._across = [place for place in self._read if across and place[1] == "cpu"]
         self._idle = [self._another()]
 
     __reduce__ = Graph.__reduce__
@@ -325,6 +329,8 @@ class Bound:
         graph = self.graph
         # Copied before the run, which may write over them where memory of an input is given for an output.
         passed = {name: self._inputs[name].detach().to(graph.device, copy=True) for name in self._passed}
+        for place in self._across:
+            binding.bind_input(*place)
         if not graph._fixed:
             for name in self._fresh:  # else it would write over those of the last run, if only they have its shapes
                 self._allocate(binding, name)
