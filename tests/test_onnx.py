@@ -296,7 +296,8 @@ def test_a_call_that_is_traced_is_refused_and_one_that_is_compiled_is_made():
     for trace in (lambda: torch.jit.trace(call, a), lambda: make_fx(call)(a)):
         with pytest.raises(NotImplementedError, match="ort.Graph: expected a call that is made, got one under"):
             trace()
-    assert torch.equal(torch.compile(call, backend="eager")(a), a + 1)
+    for dynamic in (None, True):
+        assert torch.equal(torch.compile(call, backend="eager", dynamic=dynamic)(a), a + 1)
 
 
 def test_threads_share_a_binding():

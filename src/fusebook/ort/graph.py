@@ -498,7 +498,7 @@ def _apart(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
     """Refuse outputs that share memory, and those over a part of an input."""
 
     def spans(tensors: Mapping[str, Tensor]) -> list[tuple[int, int, str]]:
-        return [(t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors.items() if t.numel()]
+        return [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name) for name, t in tensors.items() if t.numel()]
 
     written = spans(outputs)
     read = spans(inputs)
