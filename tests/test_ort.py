@@ -552,6 +552,19 @@ def test_an_exported_loss_of_float64_keeps_nan():
     assert got.isnan().tolist() == [True, True, True, False, True, False]
 
 
+@INTERPRETED_ONLY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_an_exported_norm_of_equal_elements_is_zero(dtype):
+    class Norm(torch.nn.Module):
+        def forward(self, x):
+            return fusebook.layer_norm(x)
+
+    x = torch.tensor([[3.3], [12345.6]], dtype=dtype).expand(2, 1000)
+    graph = Graph(exported(Norm(), (x,)), device="cpu")
+    (got,) = graph(dict(zip(graph.inputs, (x,), strict=True))).values()
+    torch.testing.assert_close(got, torch.zeros_like(x), rtol=0, atol=torch.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
