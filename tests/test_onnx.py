@@ -66,6 +66,19 @@ def test_bound_memory_of_the_cpu_is_read_anew(device):
     assert found == [[-1.0] * 4, [-5.0] * 4]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("bound", [False, True], ids=["called", "bound"])
+def test_pinned_memory_may_be_written_after_a_run(bound):
+    graph, x = usable("cuda"), torch.ones(1 << 11, 1 << 11).pin_memory()
+    b = torch.eye(1 << 11, device="cuda")
+    run = graph.bind({"a": x, "b": b}) if bound else lambda: graph({"a": x, "b": b})
+    for i in range(20):
+        x.fill_(i)
+        out = run()["c"]
+        x.fill_(-1)
+        assert torch.equal(out, torch.full_like(out, i))
+
+
 def test_some_outputs_may_be_given(device):
     graph = usable(device)
     a, c = torch.eye(3, device=device), torch.zeros(3, 3, device=device)

@@ -1,9 +1,9 @@
 """An ONNX graph as a function of torch tensors: session, IO binding on torch's memory, torch's streams.
 
 Only ONNX Runtime's public API is used. On a CUDA device nothing is copied and nothing waits for the GPU: inputs and
-outputs are bound to the memory of torch tensors. The graph runs on a side stream of torch, which waits for the current
-stream, and the current stream for it. On the CPU a session has one thread: with more, ONNX Runtime's ScatterND loses
-updates of repeated indices.
+outputs are bound to the memory of torch tensors. Only inputs on the CPU are copied, and those in pinned memory waited
+for. The graph runs on a side stream of torch, which waits for the current stream, and the current stream for it. On the
+CPU a session has one thread: with more, ONNX Runtime's ScatterND loses updates of repeated indices.
 """
 
 from __future__ import annotations
@@ -274,9 +274,11 @@ class Bound:
         # Where they are now, for all bindings: by the time that one is made, tensors may be elsewhere.
         self._read = [(name, *_place(value, graph)) for name, value in self._inputs.items()]
         self._write = {name: _place(value, graph) for name, value in self._given.items()}
-        # ONNX Runtime copies these to the GPU when they are bound. A captured graph would read the first copies anyway.
-        across = graph.stream is not None and not graph._fixed
-        self._across = [place for place in self._read if across and place[1] == "cpu"]
+        # ONNX Runtime copies these to the GPU when they are bound: for each run again, but for the one of `copied`. A
+        # captured graph would read the first copies anyway.
+        across = [place for place in self._read if graph.stream is not None and place[1] == "cpu"]
+        self._pinned = any(self._inputs[name].is_pinned() for name, *_ in across)
+        self._across = [] if copied or graph._fixed else across
         self._idle = [self._another()]
 
     __reduce__ = Graph.__reduce__
@@ -285,8 +287,7 @@ class Bound:
         """A binding, which holds the outputs of one run, and the events around that run."""
         graph = self.graph
         binding = graph.session.io_binding()
-        for place in self._read:
-            binding.bind_input(*place)
+        self._bind(binding, self._read)
         for name in self._computed:
             if name in self._write:
                 binding.bind_output(name, *self._write[name])
@@ -295,6 +296,12 @@ class Bound:
         # Made once: to make an event takes as long as to record one.
         events = (torch.cuda.Event(), torch.cuda.Event()) if graph.stream is not None else ()
         return binding, *events
+
+    def _bind(self, binding: Any, places: Iterable[tuple[Any, ...]]) -> None:
+        for place in places:
+            binding.bind_input(*place)
+        if self._pinned:  # its copy is on the way, and the caller may write to it next
+            torch.cuda.synchronize(self.graph.device)
 
     def _allocate(self, binding: Any, name: str) -> None:
         binding.bind_output(name, self.graph.device.type, self.graph.device.index or 0)
@@ -329,8 +336,7 @@ class Bound:
         graph = self.graph
         # Copied before the run, which may write over them where memory of an input is given for an output.
         passed = {name: self._inputs[name].detach().to(graph.device, copy=True) for name in self._passed}
-        for place in self._across:
-            binding.bind_input(*place)
+        self._bind(binding, self._across)
         if not graph._fixed:
             for name in self._fresh:  # else it would write over those of the last run, if only they have its shapes
                 self._allocate(binding, name)
@@ -498,7 +504,9 @@ def _apart(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
     """Refuse outputs that share memory, and those over a part of an input."""
 
     def spans(tensors: Mapping[str, Tensor]) -> list[tuple[int, int, str]]:
-        return [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name) for name, t in tensors.items() if t.numel()]
+        # Dynamo has no nbytes of symbolic sizes.
+        ends = {name: t.data_ptr() + t.numel() * t.element_size() for name, t in tensors.items() if t.numel()}
+        return [(tensors[name].data_ptr(), end, name) for name, end in ends.items()]
 
     written = spans(outputs)
     read = spans(inputs)
