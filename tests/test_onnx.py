@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 onnx = pytest.importorskip("onnx")
-pytest.importorskip("onnxruntime")
+onnxruntime = pytest.importorskip("onnxruntime")
 
 import onnx.helper as oh  # noqa: E402
 
@@ -21,6 +21,9 @@ from fusebook.cards.scatter import _onnx_model  # noqa: E402
 from fusebook.ort import Graph  # noqa: E402
 from fusebook.ort import graph as graphs_of_torch  # noqa: E402
 from graphs import KINDS, model, one_node  # noqa: E402
+
+
+OLD = tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 32)
 
 
 def matmul():
@@ -495,6 +498,10 @@ def test_inputs_and_outputs_of_each_dtype(dtype):
     proto = oh.make_model(graph, ir_version=10, opset_imports=[oh.make_opsetid("", 19)])
     x = torch.tensor([0, 1, 1]).to(dtype)
     for given in ({}, {"y": torch.zeros(3).to(dtype)}):
+        if not given and "float8" in str(dtype) and OLD:
+            with pytest.raises(NotImplementedError, match="ort.Graph: expected memory for an output of float8"):
+                Graph(proto, device="cpu")({"x": x})
+            continue
         y = Graph(proto, device="cpu")({"x": x}, given)["y"]
         assert y.dtype == dtype and y.float().tolist() == [0, 1, 1]
 

@@ -511,6 +511,8 @@ def exported(module, given, **more):
     ids=str,
 )
 def test_operators_become_standard_nodes(dtype, opset, learned, device):
+    if dtype == torch.float64 and tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 32):
+        pytest.skip("this ONNX Runtime computes part of a norm of float64 in float32")
     rng = inputs.generator(0)
 
     def made(batch):

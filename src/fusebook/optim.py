@@ -150,8 +150,8 @@ class AdamW(torch.optim.AdamW):
     may do both, but give ``step`` no other memory by ``data`` or ``set_``. A step may replace these tensors, so look
     them up in the state each time.
 
-    The averages have the dtype of their parameter, as in `torch.optim.AdamW`. Numbers of steps are float32, which counts
-    up to 2**24, also if torch's default dtype is another. Threads that step one optimizer at once may lose counts, as
+    The averages have the dtype of their parameter, as in `torch.optim.AdamW`. Numbers of steps are float32, and end
+    at 2**24, also if torch's default dtype is another. Threads that step one optimizer at once may lose counts, as
     there: let them take turns by a lock.
 
     Examples

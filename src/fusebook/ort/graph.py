@@ -535,7 +535,15 @@ def _place(value: Tensor, graph: Graph) -> tuple[str, int, int, Sequence[int], i
 
 def _over_its_memory(value: Any) -> Tensor:
     """What ONNX Runtime allocated, as a tensor over the same memory."""
-    tensor = torch.from_dlpack(value)
+    try:
+        tensor = torch.from_dlpack(value)
+    except RuntimeError as error:
+        if "float8" not in value.data_type():
+            raise
+        raise NotImplementedError(
+            f"ort.Graph: expected memory for an output of float8, which ONNX Runtime before 1.32 does not hand on, got "
+            f"none for one of {value.data_type()}; give it, or install a newer one"
+        ) from error
     if not tensor.numel():  # ONNX Runtime gives it strides of 0
         tensor = tensor.new_empty(tensor.shape)
     return tensor.bool() if value.data_type() == "tensor(bool)" else tensor
