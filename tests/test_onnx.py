@@ -22,7 +22,6 @@ from fusebook.ort import Graph  # noqa: E402
 from fusebook.ort import graph as graphs_of_torch  # noqa: E402
 from graphs import KINDS, model, one_node  # noqa: E402
 
-
 OLD = tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 32)
 
 
