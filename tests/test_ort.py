@@ -703,6 +703,26 @@ def test_a_chain_within_a_function_stays():
         assert y.tolist() == [[-2, -2], [0, 0], [0, 0], [-1, -1]]
 
 
+@INTERPRETED_ONLY
+def test_a_scan_with_a_chain_runs_where_its_body_declares_axes():
+    pytest.importorskip("onnxscript")
+    chain = [
+        oh.make_node("ConstantOfShape", ["shape"], ["zeros"]),
+        oh.make_node("ScatterND", ["zeros", "indices", "updates"], ["y"], reduction="add"),
+        oh.make_node("Identity", ["a"], ["b"]),
+    ]
+    x = {"shape": torch.tensor([3, 2]), "indices": torch.tensor([[2]]), "updates": torch.ones(1, 2)}
+    given = [oh.make_tensor_value_info(k, 1 if k == "updates" else 7, v.shape) for k, v in x.items()]
+    rows, made = oh.make_tensor_value_info("rows", 1, [2, 1]), oh.make_tensor_value_info("all", 1, None)
+    ends = [oh.make_tensor_value_info(*end) for end in (("a", 1, [1]), ("b", 1, [1]), ("y", 1, [None, None]))]
+    body = oh.make_graph(chain, "body", ends[:1], ends[1:])
+    scan = oh.make_node("Scan", ["rows"], ["", "all"], body=body, num_scan_inputs=1)
+    graph = oh.make_graph([scan], "g", [*given, rows], [made])
+    proto = oh.make_model(graph, opset_imports=[oh.make_opsetid("", 18)], ir_version=10)
+    fused = Graph(export.fuse(proto), device="cpu", ops=NODES)
+    assert fused({**x, "rows": torch.zeros(2, 1)})["all"].tolist() == [[[0, 0], [0, 0], [1, 1]]] * 2
+
+
 def test_a_domain_that_only_functions_use_stays():
     pytest.importorskip("onnxscript")
     standard, a, b = (oh.make_opsetid(domain, version) for domain, version in (("", 18), ("a", 1), ("b", 1)))

@@ -351,7 +351,8 @@ def fuse(model: Any) -> Any:
         broadcasts, zeros that another node reads), or of which that is not known, stays as it is. Sizes are known to be
         equal where they are the same number or have the same name. A MatMulNBits with ``g_idx`` stays too, with a
         warning, and so do the model's functions. ONNX Runtime infers no shapes from Fusebook's nodes: what a Loop
-        without iterations collects of them has one axis, unless its body declares a shape.
+        without iterations collects of them has one axis, unless its body declares a shape. A Scan does not run unless
+        its body declares the number of axes of what it computes from them.
 
     Raises
     ------
