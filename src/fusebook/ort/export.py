@@ -352,7 +352,8 @@ def fuse(model: Any) -> Any:
         equal where they are the same number or have the same name. A MatMulNBits with ``g_idx`` stays too, with a
         warning, and so do the model's functions. ONNX Runtime infers no shapes from Fusebook's nodes: what a Loop
         without iterations collects of them has one axis, unless its body declares a shape. A Scan does not run unless
-        its body declares the number of axes of what it computes from them.
+        its body declares the number of axes of what it computes from them. Indices out of range, with which ONNX
+        Runtime's ScatterND ends in an error, are left out.
 
     Raises
     ------
