@@ -163,6 +163,13 @@ def test_a_refused_run_leaves_nothing_that_a_later_one_reads():
     assert len(found) == 3 and all(torch.equal(y, torch.full((1000,), 2.0)) for y in found)
 
 
+def test_no_run_has_to_import_what_it_needs():
+    # A signal handler may run a graph, and must not wait for an import of another thread.
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    code = "import sys, fusebook.ort; assert 'torch._dynamo' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=120)
+
+
 def test_nothing_is_copied(device):
     seen = []
     op = unary(launcher=lambda x, out: seen.extend([x.data_ptr(), out.data_ptr()]) or out.copy_(x))

@@ -5,6 +5,7 @@
 loads, without Python, torch or Triton. `translations` and `fuse` bring models to these nodes.
 """
 
+from fusebook.kernels._call import INTERPRETED
 from fusebook.ort.aot import build
 from fusebook.ort.custom import CustomOp, custom_op, register
 from fusebook.ort.export import fuse, translations
@@ -15,3 +16,8 @@ __all__ = [
     "LOSSES", "MASKED_SCATTER_ND", "NODES", "NORMS", "QUANTIZED_MATMUL", "SCATTER_ND", "SOFTMAX", "Bound", "CustomOp",
     "Graph", "build", "custom_op", "fuse", "register", "translations",
 ]  # fmt: skip
+
+if INTERPRETED:
+    # Where a kernel is interpreted, a node keeps torch.compile out, and would import it in its first run. In a signal
+    # handler that may wait for ever: for a thread that imports it, too, and waits for what the handler interrupted.
+    import torch._dynamo  # noqa: F401
