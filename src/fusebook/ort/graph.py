@@ -300,10 +300,10 @@ class Bound:
         events = (torch.cuda.Event(), torch.cuda.Event()) if graph.stream is not None else ()
         return binding, *events
 
-    def _bind(self, binding: Any, places: Iterable[tuple[Any, ...]]) -> None:
+    def _bind(self, binding: Any, places: Sequence[tuple[Any, ...]]) -> None:
         for place in places:
             binding.bind_input(*place)
-        if self._pinned:  # its copy is on the way, and the caller may write to it next
+        if places and self._pinned:  # its copy is on the way, and the caller may write to it next
             torch.cuda.synchronize(self.graph.device)
 
     def _allocate(self, binding: Any, name: str) -> None:
@@ -508,8 +508,8 @@ def _apart(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
 
     def spans(tensors: Mapping[str, Tensor]) -> list[tuple[int, int, str]]:
         # Dynamo has no nbytes of symbolic sizes.
-        ends = {name: t.data_ptr() + t.numel() * t.element_size() for name, t in tensors.items() if t.numel()}
-        return [(tensors[name].data_ptr(), end, name) for name, end in ends.items()]
+        sized = [(t.data_ptr(), t.numel() * t.element_size(), name) for name, t in tensors.items()]
+        return [(start, start + size, name) for start, size, name in sized if size]
 
     written = spans(outputs)
     read = spans(inputs)
