@@ -1,9 +1,13 @@
-"""ONNX graphs for tests, and what is said to an ONNX Runtime that is too old. Who imports this has the package onnx."""
+"""ONNX graphs for tests, and what is said to an ONNX Runtime that is too old. Who imports this has both packages."""
 
 import ctypes
 
 import onnx.helper as oh
+import onnxruntime
 import torch
+
+#: Whether this ONNX Runtime hands on no outputs of float8, and computes part of a norm of float64 in float32.
+OLD = tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 32)
 
 #: Numbers of onnx.TensorProto.
 KINDS = {
