@@ -364,6 +364,43 @@ def test_memory_that_is_given_is_written_where_values_are_fine(device):
     assert not out.any()
 
 
+def _rotate(x):
+    fusebook.rope(x, torch.full((3, 2), 0.6, device=x.device), torch.full((3, 2), 0.8, device=x.device), inplace=True)
+
+
+#: Functions that write a tensor, by the operator that they call.
+WRITE = {
+    "adamw_step": lambda x: fusebook.adamw_step([x], *([torch.ones_like(x)] for _ in range(3)), step=1),
+    "rope_over": _rotate,
+}
+
+
+@pytest.mark.skipif(ABSENT in os.environ, reason="no kernel runs there")
+@pytest.mark.parametrize("way", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("name", WRITE)
+def test_autograd_notices_what_is_written(name, way, device):
+    w, x = torch.ones(2, 3, 4, device=device, requires_grad=True), torch.ones(2, 3, 4, device=device)
+
+    def loss(w, x):
+        y = (w * x).sum()  # keeps x for the gradient of w
+        WRITE[name](x)
+        return y
+
+    torch._dynamo.reset()
+    call = loss if way == "eager" else torch.compile(loss, backend=way, fullgraph=True)
+    refused = pytest.raises(RuntimeError, match="modified by an inplace operation")
+    with refused, torch.compiler.config.patch(force_disable_caches=True):
+        call(w, x).backward()
+
+
+def test_all_operators_that_write_tell_autograd():
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name in [*OPERATORS, "adamw_step"]:
+        assert has(f"fusebook::{name}", "ADInplaceOrView") == (
+            "!" in str(getattr(torch.ops.fusebook, name).default._schema)
+        )
+
+
 @absent
 def test_modes_are_asked_for_in_every_call(driver):
     index, dy = torch.randint(0, 50, (40,)), torch.randn(40, 16)

@@ -612,6 +612,23 @@ LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 OPERATORS: dict[str, Operator] = {}
 
 
+def tell_writes(custom: Any) -> None:
+    """Let autograd know what an operator writes, so that it refuses a gradient that needs what was there before.
+
+    Launchers raise the versions of tensors, but under a compiler none runs. An operator that writes nothing is left
+    as it is. See `torch.library.custom_op`, which does the same.
+    """
+    writes = [a.alias_info is not None and a.alias_info.is_write for a in custom._schema.arguments]
+
+    def told(keyset: Any, *args: Any) -> Any:
+        written = [a for a, writing in zip(args, writes, strict=False) if writing]
+        torch.autograd.graph.increment_version(_flat(written))
+        return custom.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+
+    if any(writes):
+        LIBRARY.impl(custom.name(), told, "ADInplaceOrView", with_keyset=True)
+
+
 class _Recorded(torch.autograd.Function):
     """The gradient of a call: ``apply(what, tensors, addresses, *flat)``, where ``what`` has `op`, `run`, `lengths`.
 
@@ -750,6 +767,7 @@ class Operator:
         torch.library.register_vmap(name, self.batched or self.one_by_one, lib=LIBRARY)
         if "!" not in self.schema:
             torch.library.register_autograd(name, self.backward, setup_context=self.keep, lib=LIBRARY)
+        tell_writes(custom)
         OPERATORS[self.name] = self
 
     # Calls --------------------------------------------------------------------------------------------------------

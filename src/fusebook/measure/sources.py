@@ -33,8 +33,10 @@ CALL_PATH = ("fusebook.kernels._call",)
 #: that is timed enters one, which ``tests/test_operator.py`` checks.
 UNTIMED = frozenset(
     "_compiled _shaped dispatched one_by_one _no_gradient _no_tangents refuse _Transformed _any_of _filled "
-    "autocasts_in_graph".split()
+    "autocasts_in_graph tell_writes".split()
 )
+#: Of these, what only registers: a statement that calls it is left out as if it were not there.
+_REGISTERS = "tell_writes"
 
 # What else of the package is read. The rest measures, and `fusebook.measure.timing.VERSION` says when that changes.
 _READ = ("fusebook.kernels", "fusebook.cards", "fusebook.ort", "fusebook.lesson.evidence.")
@@ -249,9 +251,11 @@ class _Timed(ast.NodeTransformer):
     def visit_Raise(self, node: ast.Raise) -> ast.Pass:
         return ast.Pass()
 
-    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
-        called = node.value.func if isinstance(node.value, ast.Call) else None
-        return ast.Pass() if isinstance(called, ast.Name) and called.id in UNTIMED else node
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt | None:
+        called = getattr(node.value.func, "id", "") if isinstance(node.value, ast.Call) else ""
+        if called == _REGISTERS:
+            return None
+        return ast.Pass() if called in UNTIMED else node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
         return None if node.name in UNTIMED else self.generic_visit(node)
