@@ -190,6 +190,12 @@ def test_errors_and_requests_that_leave_are_found(tab, text, why):
 
 
 @in_a_browser
+def test_what_a_page_says_as_it_is_left_is_not_of_the_next_one(tab):
+    tab("<title>Page</title><script>setInterval(() => undefined.late)</script>")
+    assert _found(browser.noises, tab("<title>Page</title>")) == []
+
+
+@in_a_browser
 def test_a_lesson_of_too_many_screens_is_found(tab):
     most = browser.SCREENS * browser.HEIGHT
     assert _found(browser.length, tab(f"<section class=fb-lesson style='height: {most}px'></section>")) == []

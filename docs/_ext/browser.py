@@ -113,6 +113,7 @@ class Tab:
         """Open a page, on which no choice made on another page has an effect."""
         if self.page.url != "about:blank":
             self.page.evaluate("() => { localStorage.clear(); sessionStorage.clear() }")
+            self.page.goto("about:blank")  # what the last page says until it is gone is not of this one
         self.name = name
         self.told = []
         self.page.goto(self.address + name)
