@@ -869,11 +869,20 @@ def _with_training(model):
 
 def _with_another_version(model):
     model.opset_import.append(oh.make_opsetid("fusebook", 7))
+    model.graph.node.append(oh.make_node("Own", ["updates"], ["own"], domain="fusebook"))
 
 
 def _with_a_function(model):
     relu, opset = oh.make_node("Relu", ["a"], ["b"]), oh.make_opsetid("", 18)
     model.functions.append(oh.make_function("fusebook", "ScatterNDOfShape", ["a"], ["b"], [relu], [opset]))
+
+
+def test_a_domain_that_no_node_is_of_is_no_obstacle():
+    pytest.importorskip("onnxscript")
+    model = _onnx_model(torch.float32)
+    want = export.fuse(model)
+    model.opset_import.append(oh.make_opsetid("fusebook", 1000))  # as ONNX Runtime does, if it knows the domain
+    assert export.fuse(model).SerializeToString(deterministic=True) == want.SerializeToString(deterministic=True)
 
 
 @pytest.mark.parametrize(

@@ -363,7 +363,7 @@ def fuse(model: Any) -> Any:
         For what is no model.
     ValueError
         For what would be lost: sparse tensors, inputs and outputs of opaque types, and training_info. Where the domain
-        ``fusebook`` is another: of a version that is not 1, or with functions of the model. And for a model that
+        ``fusebook`` is another: with nodes of a version that is not 1, or with functions of the model. And for a model that
         onnx_ir does not take, such as one with maps, or that has two initializers of one name.
     """
     _onnxscript()
@@ -377,11 +377,10 @@ def fuse(model: Any) -> Any:
         )
     proto = isinstance(model, onnx.ModelProto)
     given: Any = model
-    functions = list(given.functions if proto else given.functions.values())
     if proto and (
         given.training_info
         or _sparse(given.graph.node, given.graph.sparse_initializer)
-        or any(_sparse(function.node) for function in functions)
+        or any(_sparse(function.node) for function in given.functions)
         or any(v.type.HasField("opaque_type") for v in (*given.graph.input, *given.graph.output))
     ):
         raise ValueError(
@@ -390,14 +389,6 @@ def fuse(model: Any) -> Any:
         )
     if proto and _ambiguous(given.graph):
         raise ValueError("fuse: expected initializers of different names, got two of one; rename or delete one of them")
-    imports = [
-        {o.domain: o.version for o in of.opset_import} if proto else of.opset_imports for of in (given, *functions)
-    ]
-    if any(of.get("fusebook", 1) != 1 for of in imports) or any(of.domain == "fusebook" for of in functions):
-        raise ValueError(
-            "fuse: expected the domain fusebook in version 1 and without functions of the model, got another; rename "
-            "that domain"
-        )
 
     def masked(op, shape, indices, masked, nothing, updates):  # type: ignore[no-untyped-def]
         zeros = op.ConstantOfShape(shape, _allow_other_attributes=True, _outputs=["zeros"])
@@ -437,6 +428,17 @@ def fuse(model: Any) -> Any:
     # Of the model itself, onnx_ir would rename initializers.
     with understood("fuse"):
         whole = onnx_ir.from_proto(copy.deepcopy(given)) if proto else given.clone()
+    parts = whole.graph, *whole.functions.values()
+    other = any(part.opset_imports.get("fusebook", 1) != 1 for part in parts)
+    if (other and any(node.domain == "fusebook" for part in parts for node in part.all_nodes())) or any(
+        function.domain == "fusebook" for function in whole.functions.values()
+    ):
+        raise ValueError(
+            "fuse: expected the domain fusebook in version 1 and without functions of the model, got another; rename "
+            "that domain"
+        )
+    for part in parts if other else ():  # that no node is of: ONNX Runtime saves models with all domains that it knows
+        part.opset_imports.pop("fusebook", None)
     taken = {v.name for node in whole.graph.all_nodes() for v in (*node.inputs, *node.outputs) if v is not None}
     taken |= {v.name for graph in (whole.graph, *whole.graph.subgraphs()) for v in (*graph.inputs, *graph.outputs)}
 
