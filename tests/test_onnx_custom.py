@@ -338,6 +338,19 @@ def test_what_a_launcher_raises_is_an_error_of_onnx_runtime(device):
         refused(f"Unary: {said}", graph(unary(lambda x, e=error: exec("raise e", {"e": e})), device), {"x": x})
 
 
+def test_autograd_sees_what_a_failing_launcher_wrote(device):
+    def fails(x, out):
+        out.fill_(7)
+        raise ValueError("too late")
+
+    x, c, w = torch.ones(3, device=device), torch.ones(3, device=device), torch.ones(3, device=device).requires_grad_()
+    loss = (w * c).sum()
+    with pytest.raises(Exception, match="too late"):
+        graph(unary(launcher=fails), device)({"x": x}, {"y": c})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_callback_that_fails_where_nothing_is_caught_is_an_error(device, monkeypatch):
     """As by Ctrl-C outside of the function's own code."""
     g = graph(unary(launcher=lambda x, out: 1 // 0), device)

@@ -702,8 +702,9 @@ def custom_op(
     Notes
     -----
     What the launcher raises becomes an error of ONNX Runtime with its message. A tensor that it keeps is worth nothing
-    once it has returned. While ONNX Runtime captures a CUDA graph, what it allocates is kept for as long as the
-    session; the graph is then replayed without calling it.
+    once it has returned. An object with a `fusebook.ort.Graph` whose launcher is a method of the object is never freed;
+    a launcher that holds it by ``weakref.ref`` lets it go. While ONNX Runtime captures a CUDA graph, what it allocates
+    is kept for as long as the session; the graph is then replayed without calling it.
 
     Examples
     --------

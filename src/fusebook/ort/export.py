@@ -363,8 +363,8 @@ def fuse(model: Any) -> Any:
         For what is no model.
     ValueError
         For what would be lost: sparse tensors, inputs and outputs of opaque types, and training_info. Where the domain
-        ``fusebook`` is another: with nodes of a version that is not 1, or with functions of the model. And for a model that
-        onnx_ir does not take, such as one with maps, or that has two initializers of one name.
+        ``fusebook`` is another: with nodes of a version that is not 1, or with functions of the model. And for a model
+        that onnx_ir does not take, such as one with maps, or that has two initializers of one name.
     """
     _onnxscript()
     import onnx

@@ -337,6 +337,8 @@ class Bound:
 
     def _run(self, binding: Any, *events: torch.cuda.Event) -> dict[str, Tensor]:
         graph = self.graph
+        if self._written:  # also where the run fails, which may have written by then
+            torch.autograd.graph.increment_version(self._written)
         # Copied before the run, which may write over them where memory of an input is given for an output.
         passed = {name: self._inputs[name].detach().to(graph.device, copy=True) for name in self._passed}
         self._bind(binding, self._across)
@@ -361,8 +363,6 @@ class Bound:
             found |= {name: _over_its_memory(value) for name, value in values if name not in self._given}
         for name, value in passed.items():
             found[name] = found[name].detach().copy_(value) if name in found else value
-        if self._written:
-            torch.autograd.graph.increment_version(self._written)
         return {name: self._given.get(name, found[name]) for name in graph.outputs}
 
 
