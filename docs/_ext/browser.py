@@ -72,6 +72,11 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *args):
         """Nothing."""
 
+    def copyfile(self, *args):
+        """Send a file, unless the page is left before it has arrived."""
+        with contextlib.suppress(ConnectionError):
+            super().copyfile(*args)
+
 
 @contextlib.contextmanager
 def served(folder):
