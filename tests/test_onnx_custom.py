@@ -1,5 +1,6 @@
 """Operators of ONNX Runtime whose kernels are Python functions. On a machine with a GPU both providers are tried."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -338,17 +339,23 @@ def test_what_a_launcher_raises_is_an_error_of_onnx_runtime(device):
         refused(f"Unary: {said}", graph(unary(lambda x, e=error: exec("raise e", {"e": e})), device), {"x": x})
 
 
-def test_autograd_sees_what_a_failing_launcher_wrote(device):
-    def fails(x, out):
-        out.fill_(7)
-        raise ValueError("too late")
-
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_autograd_sees_what_a_launcher_wrote(when, fails, device):
     x, c, w = torch.ones(3, device=device), torch.ones(3, device=device), torch.ones(3, device=device).requires_grad_()
-    loss = (w * c).sum()
-    with pytest.raises(Exception, match="too late"):
-        graph(unary(launcher=fails), device)({"x": x}, {"y": c})
+    losses = [(w * c).sum()] if when == "before" else []  # which keep c for the gradient of w
+
+    def launcher(x, out):
+        with torch.enable_grad():
+            losses.append((w * c).sum())
+        out.fill_(7)
+        if fails:
+            raise ValueError("too late")
+
+    with pytest.raises(Exception, match="too late") if fails else contextlib.nullcontext():
+        graph(unary(launcher=launcher), device)({"x": x}, {"y": c})
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+        losses[0].backward()
 
 
 def test_a_callback_that_fails_where_nothing_is_caught_is_an_error(device, monkeypatch):

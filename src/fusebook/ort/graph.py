@@ -322,23 +322,23 @@ class Bound:
                     f"ort.Graph: expected {name} to stay where it was bound, and as it was, got another address, "
                     "dtype, shape or strides; bind it again"
                 )
-        if self.graph._fixed:
-            return self._run(*self._idle[0])
         # A run that meets another, of a thread or of a launcher, has a binding of its own. None waits for the other,
         # which may wait for this one, or be of the process that this one was forked from.
+        fixed = self.graph._fixed
         try:
-            binding = self._idle.pop()
+            binding = self._idle[0] if fixed else self._idle.pop()
         except IndexError:
             binding = self._another()
         try:
             return self._run(*binding)
         finally:
-            self._idle.append(binding)
+            if not fixed:
+                self._idle.append(binding)
+            if self._written:  # also by a run that fails
+                torch.autograd.graph.increment_version(self._written)
 
     def _run(self, binding: Any, *events: torch.cuda.Event) -> dict[str, Tensor]:
         graph = self.graph
-        if self._written:  # also where the run fails, which may have written by then
-            torch.autograd.graph.increment_version(self._written)
         # Copied before the run, which may write over them where memory of an input is given for an output.
         passed = {name: self._inputs[name].detach().to(graph.device, copy=True) for name in self._passed}
         self._bind(binding, self._across)
