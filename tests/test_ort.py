@@ -1047,6 +1047,22 @@ def test_a_compiled_matmul_of_few_bits_is_that_of_python(options, dtype, library
         assert torch.equal(compiled({"x": x})["y"], python({"x": x})["y"])
 
 
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_a_compiled_matmul_takes_no_unaligned_weight(library):
+    """Its kernels are compiled for addresses that are multiples of 16."""
+    fused = export.fuse(nbits(zeros=True)[0])
+    x = torch.randn(3, 96, device="cuda", dtype=torch.float16)
+    for tensor in fused.graph.initializer:
+        array = onnx.numpy_helper.to_array(tensor)
+        fused.graph.input.append(oh.make_tensor_value_info(tensor.name, tensor.data_type, array.shape))
+        weight = torch.from_numpy(array.copy()).cuda()
+        odd = torch.empty(weight.numel() + 1, device="cuda", dtype=weight.dtype)[1:].view(weight.shape).copy_(weight)
+        graph = Graph(fused, library=library)
+        with pytest.raises(Exception, match="multiples of 16 bytes"):
+            graph({"x": x, tensor.name: odd})
+        assert torch.equal(graph({"x": x, tensor.name: weight})["y"], graph({"x": x})["y"])
+
+
 def test_a_weight_of_other_sizes_is_refused(device):
     pytest.importorskip("onnxscript")
     fused = export.fuse(nbits()[0])

@@ -328,7 +328,8 @@ static Status scatter(Kernel *kernel, void *context, const char *name) {
   if ((status = begin(&run, api, context))) return status;
 
   int type = type_of(updates.type), bytes = SIZES[type], half = bytes == 2, unit = 16 / bytes;
-  int aligned = D % unit == 0 && ((uintptr_t)updates.data | out) % 16 == 0;
+  uintptr_t read = (uintptr_t)updates.data | (k == 1 ? (uintptr_t)indices.data : 0); /* other indices become keys */
+  int aligned = D % unit == 0 && (read | out) % 16 == 0;
   int64_t elements = R * D, masked = kernel->masked;
   int32_t rows = R, count = n, columns = D / (aligned ? unit : 1);
   uint64_t from = (uintptr_t)indices.data, source = (uintptr_t)updates.data;
@@ -437,8 +438,10 @@ static Status quantized(Kernel *kernel, void *context) {
   if (!M || !N) return NULL;
   if (M * (N > K ? N : K) > INT32_MAX)
     return refuse(api, ORT_NOT_IMPLEMENTED, "QuantizedMatMul: expected less than 2**31 elements of x and of y, got more; split x");
-  if (((uintptr_t)x->data | y) % 16)
-    return refuse(api, ORT_NOT_IMPLEMENTED, "QuantizedMatMul: expected x and y at multiples of 16 bytes, got others; copy x");
+  uintptr_t at = y;
+  for (int i = 0; i < 5; i++) at |= values[i] ? (uintptr_t)views[i].data : 0;
+  if (at % 16)
+    return refuse(api, ORT_NOT_IMPLEMENTED, "QuantizedMatMul: expected tensors at multiples of 16 bytes, got others; copy them");
   if ((status = begin(&run, api, context))) return status;
   int which = QUANTIZED + ((kernel->bits == 8) * 3 + (kernel->group == 64) + 2 * (kernel->group == 128)) * 2 + !!values[3];
   if (tiles < MANY_TILES || blocks >= MANY_BLOCKS) which += 12; /* eight slices */
