@@ -555,10 +555,13 @@ def test_a_pickled_operator_takes_nothing_of_its_process_along():
         assert graph(copied)({"x": x})["y"][0].item() == -1 and repr(copied) == repr(op)
 
 
-def test_a_reload_is_refused_and_changes_nothing():
+def test_a_reload_is_refused_and_changes_nothing(monkeypatch):
     made = graph(unary())
     with pytest.raises(ImportError, match="expected one import in a process, got a reload; start the process again"):
         importlib.reload(custom)
+    monkeypatch.delitem(sys.modules, custom.__name__)
+    with pytest.raises(ImportError, match="expected one import in a process, got a reload; start the process again"):
+        importlib.import_module(custom.__name__)
     assert made({"x": torch.ones(2)})["y"].tolist() == [2, 2]
 
 

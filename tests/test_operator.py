@@ -393,6 +393,35 @@ def test_autograd_notices_what_is_written(name, way, device):
         call(w, x).backward()
 
 
+@pytest.mark.skipif(ABSENT in os.environ, reason="no kernel runs there")
+@pytest.mark.parametrize("name", WRITE)
+def test_torch_func_notices_what_is_written(name, device):
+    x, w = torch.ones(2, 3, 4, device=device), torch.ones(2, 3, 4, device=device)
+
+    def loss(w):
+        t = x * 1
+        y = (w * t).sum()  # keeps t for the gradient of w
+        WRITE[name](t)
+        return y
+
+    for gradient in (torch.func.grad(loss), lambda w: torch.func.vjp(loss, w)[1](torch.ones((), device=device))):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradient(w)
+    with pytest.raises(NotImplementedError, match="in one list|the whole batch"):
+        torch.vmap(WRITE[name])(x[None])
+    assert torch.equal(x, torch.ones_like(x)), "nothing was written"
+
+
+@pytest.mark.skipif(ABSENT in os.environ, reason="no kernel runs there")
+def test_what_a_compiled_transform_differentiates_is_not_written(device):
+    """Dynamo says of it that it requires no gradient."""
+    x = torch.ones(2, 3, 4, device=device)
+    gradient = torch.func.grad(lambda x: (_rotate(x), x.sum())[1])
+    for call in (gradient, torch.compile(gradient, backend="aot_eager")):
+        with pytest.raises(Exception, match="expected no gradient"):
+            call(x)
+
+
 def test_all_operators_that_write_tell_autograd():
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in [*OPERATORS, "adamw_step"]:

@@ -612,20 +612,32 @@ LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 OPERATORS: dict[str, Operator] = {}
 
 
+#: Modules that a process imports once, since others have their addresses: not again where they are reloaded.
+ONCE: set[str] = set()
+
+
+def _written(custom: Any, inputs: Sequence[Any]) -> list[Tensor]:
+    """The tensors among the arguments of an operator that it writes."""
+    arguments = zip(inputs, custom._schema.arguments, strict=False)
+    return _flat([value for value, a in arguments if a.alias_info is not None and a.alias_info.is_write])
+
+
 def tell_writes(custom: Any) -> None:
     """Let autograd know what an operator writes, so that it refuses a gradient that needs what was there before.
 
     Launchers raise the versions of tensors, but under a compiler none runs. An operator that writes nothing is left
     as it is. See `torch.library.custom_op`, which does the same.
     """
-    writes = [a.alias_info is not None and a.alias_info.is_write for a in custom._schema.arguments]
 
-    def told(keyset: Any, *args: Any) -> Any:
-        written = [a for a, writing in zip(args, writes, strict=False) if writing]
-        torch.autograd.graph.increment_version(_flat(written))
-        return custom.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+    def told(keyset: Any, *inputs: Any) -> Any:
+        written = _written(custom, inputs)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in written):
+            remedy = "detach it, or call it under torch.no_grad()"
+            refuse(NotImplementedError, custom._opname, "no gradient of what it writes to be recorded", "one", remedy)
+        torch.autograd.graph.increment_version(written)
+        return custom.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *inputs)
 
-    if any(writes):
+    if "!" in str(custom._schema):
         LIBRARY.impl(custom.name(), told, "ADInplaceOrView", with_keyset=True)
 
 
@@ -964,6 +976,7 @@ class Operator:
         if torch.compiler.is_exporting():  # which traces no operator with a gradient in a transform
             expected, remedy = "no torch.vmap or torch.func under torch.export", "give it the whole batch"
             refuse(NotImplementedError, self.name, expected, "a call in one", remedy)
+        torch.autograd.graph.increment_version(_written(self.custom, inputs))  # of what the transform has wrapped
         flat, lengths = _spread(inputs)
         result = _Transformed.apply(types.SimpleNamespace(op=self, lengths=lengths), None, None, *flat)
         return list(result) if self.listed else result
@@ -996,7 +1009,8 @@ class Operator:
 
     def one_by_one(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         """The rule of an operator without one: a call for each member of the batch."""
-
+        if "!" in self.schema:
+            refuse(NotImplementedError, self.name, "no torch.vmap of what is written", "one", "give it the whole batch")
         n = info.batch_size
 
         def member(i: int, a: Any, at: Any) -> Any:

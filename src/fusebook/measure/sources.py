@@ -33,7 +33,7 @@ CALL_PATH = ("fusebook.kernels._call",)
 #: that is timed enters one, which ``tests/test_operator.py`` checks.
 UNTIMED = frozenset(
     "_compiled _shaped dispatched one_by_one _no_gradient _no_tangents refuse _Transformed _any_of _filled "
-    "autocasts_in_graph tell_writes".split()
+    "autocasts_in_graph tell_writes _written".split()
 )
 #: Of these, what only registers: a statement that calls it is left out as if it were not there.
 _REGISTERS = "tell_writes"

@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fusebook.kernels._call import INTERPRETED, _modes, _private, _transforms
+from fusebook.kernels._call import INTERPRETED, ONCE, _modes, _private, _transforms
 from fusebook.measure.machine import cache_folder
 
-if "_KERNELS" in globals():  # the C library has the address of what is here, and sessions have its numbers
+if __name__ in ONCE:  # the C library has the address of what is here, and sessions have its numbers
     raise ImportError("fusebook.ort.custom: expected one import in a process, got a reload; start the process again")
 
 __all__ = ["CustomOp", "custom_op", "register"]
@@ -761,3 +761,6 @@ def register(options: Any, *ops: CustomOp) -> None:
                 options.register_custom_ops_library(os.fsencode(shim.path))  # which need not be UTF-8
             finally:
                 shim.library.fusebook_select(None)
+
+
+ONCE.add(__name__)
