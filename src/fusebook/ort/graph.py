@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from fusebook.kernels._call import _modes, _tracing, flag, integer
 from fusebook.ort.custom import _ELEMENTS, CustomOp, _stored, register, untransformed
@@ -176,7 +176,8 @@ class Graph:
                 "CUDA version is torch's, and import torch first"
             )
         # An empty tensor has no address, and ONNX Runtime takes no null pointer: this one is never read.
-        self._nothing = torch.empty(16, dtype=torch.uint8, device=self.device)
+        with _disable_current_modes():  # by which it might be fake
+            self._nothing = torch.empty(16, dtype=torch.uint8, device=self.device)
         self.inputs = _tensors("inputs", self.session.get_inputs())
         self.outputs = _tensors("outputs", self.session.get_outputs())
         known = _NAMES.values()
@@ -457,7 +458,7 @@ def _check_tracing() -> None:
     """Refuse a call that is traced, whose outputs would be constants, and one by the rules of fake tensors."""
     modes = _get_current_dispatch_mode_stack() if _modes() else []
     proxies = any(type(mode).__name__ == "ProxyTorchDispatchMode" for mode in modes)
-    if _tracing() or proxies or any(not getattr(mode, "allow_non_fake_inputs", True) for mode in modes):
+    if _tracing() or proxies or any(hasattr(mode, "allow_non_fake_inputs") for mode in modes):
         raise NotImplementedError(
             "ort.Graph: expected a call that is made, got one under torch.export, torch.jit.trace, "
             "make_fx or FakeTensorMode; call it outside of them"
@@ -482,7 +483,7 @@ def _own(name: str, value: Any, graph: Graph, type_: str, copied: bool = False) 
     dense = value
     if copied and _stored(value) and (value.is_neg() or not value.is_contiguous()):
         dense = value.resolve_neg().contiguous()
-    if not _stored(dense):  # a copy under FakeTensorMode is fake
+    if not _stored(dense):
         raise TypeError(
             f"ort.Graph: expected {name} to have memory of its own, got a {type(dense).__name__} without; pass the "
             "plain, dense tensor that it is made of (to_local() of a DTensor)"
