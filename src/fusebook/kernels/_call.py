@@ -612,10 +612,6 @@ LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 OPERATORS: dict[str, Operator] = {}
 
 
-#: Modules that a process imports once, since others have their addresses: not again where they are reloaded.
-ONCE: set[str] = set()
-
-
 def _written(custom: Any, inputs: Sequence[Any]) -> list[Tensor]:
     """The tensors among the arguments of an operator that it writes."""
     arguments = zip(inputs, custom._schema.arguments, strict=False)

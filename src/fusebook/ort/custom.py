@@ -33,10 +33,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fusebook.kernels._call import INTERPRETED, ONCE, _modes, _private, _transforms
+from fusebook.kernels._call import INTERPRETED, _modes, _private, _transforms
 from fusebook.measure.machine import cache_folder
 
-if __name__ in ONCE:  # the C library has the address of what is here, and sessions have its numbers
+#: Left in torch, which outlives what is reloaded or dropped of this package: the C library has the address of what is
+#: here, and sessions have its numbers.
+_MARK = "_fusebook_ort"
+if _MARK in vars(torch):
     raise ImportError("fusebook.ort.custom: expected one import in a process, got a reload; start the process again")
 
 __all__ = ["CustomOp", "custom_op", "register"]
@@ -763,4 +766,4 @@ def register(options: Any, *ops: CustomOp) -> None:
                 shim.library.fusebook_select(None)
 
 
-ONCE.add(__name__)
+vars(torch)[_MARK] = True
