@@ -1114,3 +1114,11 @@ def test_a_matmul_whose_groups_are_scattered_stays_with_a_sentence():
     pytest.importorskip("onnxscript")
     with pytest.warns(UserWarning, match=r"expected MatMulNBits without g_idx.*stays as it is"):
         assert domains(export.fuse(nbits(g_idx=True)[0])) == [("com.microsoft", "MatMulNBits")]
+
+
+def test_a_weight_of_few_bits_stays_where_there_is_no_gpu_to_pack_it(monkeypatch):
+    pytest.importorskip("onnxscript")
+    monkeypatch.setattr(export, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.warns(UserWarning, match=r"expected a GPU, on which weights are packed.*stays as it is"):
+        assert domains(export.fuse(nbits()[0])) == [("com.microsoft", "MatMulNBits")]

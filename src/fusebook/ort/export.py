@@ -307,6 +307,12 @@ def _packed(node: Any) -> PackedWeight | None:
     if not scales.isfinite().all():
         return None
     if not INTERPRETED:  # packing takes tensors of a GPU, and a model holds those of the CPU
+        if not torch.cuda.is_available():
+            warnings.warn(
+                f"fuse: expected a GPU, on which weights are packed, for {node.name!r}, got none; it stays as it is",
+                stacklevel=2,
+            )
+            return None
         blob, scales, zeros = blob.cuda(), scales.cuda(), None if zeros is None else zeros.cuda()
     return PackedWeight.from_onnx(blob, scales, zeros, K=K, bits=bits, group=group).to("cpu")
 
@@ -350,10 +356,10 @@ def fuse(model: Any) -> Any:
         replace or that are in another file, integers, indices of several components under a mask, updates that Where
         broadcasts, zeros that another node reads), or of which that is not known, stays as it is. Sizes are known to be
         equal where they are the same number or have the same name. A MatMulNBits with ``g_idx`` stays too, with a
-        warning, and so do the model's functions. ONNX Runtime infers no shapes from Fusebook's nodes: what a Loop
-        without iterations collects of them has one axis, unless its body declares a shape. A Scan does not run unless
-        its body declares the number of axes of what it computes from them. Indices out of range, with which ONNX
-        Runtime's ScatterND ends in an error, are left out.
+        warning, and so does each one without a GPU, on which weights are packed; so do the model's functions. ONNX
+        Runtime infers no shapes from Fusebook's nodes: what a Loop without iterations collects of them has one axis,
+        unless its body declares a shape. A Scan does not run unless its body declares the number of axes of what it
+        computes from them. Indices out of range, with which ONNX Runtime's ScatterND ends in an error, are left out.
 
     Raises
     ------
