@@ -87,8 +87,9 @@ class Graph:
 
     Notes
     -----
-    No gradient is recorded. On the CPU, several threads may call one graph at once. `inputs`, `defaults` and
-    `outputs` map names to ONNX Runtime's types; `defaults` are initializers that a caller may replace.
+    No gradient is recorded. Autograd notices what is written to given memory; `torch.func` and tangents of forward mode
+    do not, as with `torch.library.custom_op`. On the CPU, several threads may call one graph at once. `inputs`,
+    `defaults` and `outputs` map names to ONNX Runtime's types; `defaults` are initializers that a caller may replace.
 
     On CUDA a call waits for the stream that is current, and may write to the memory of a result of an earlier call that
     was dropped. Another stream that still reads it must be waited for first.
