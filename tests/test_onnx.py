@@ -80,6 +80,22 @@ def test_pinned_memory_may_be_written_after_a_run(bound):
         assert torch.equal(out, torch.full_like(out, i))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("bound", [False, True], ids=["called", "bound"])
+def test_inputs_on_the_cpu_wait_for_earlier_runs_on_any_stream(bound):
+    """ONNX Runtime copies them on the default stream, for which torch's other streams do not wait."""
+    graph, x = usable("cuda"), torch.ones(1 << 10, 1 << 10)
+    b = torch.eye(1 << 10, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run, found = graph.bind({"a": x, "b": b}) if bound else lambda: graph({"a": x, "b": b}), []
+        for i in range(24):
+            x.fill_(i)
+            torch.cuda._sleep(20_000_000)  # the run waits for it
+            found.append(run()["c"])
+        torch.cuda.synchronize()
+    assert [int((y != i).any()) for i, y in enumerate(found)] == [0] * 24
+
+
 def test_some_outputs_may_be_given(device):
     graph = usable(device)
     a, c = torch.eye(3, device=device), torch.zeros(3, 3, device=device)

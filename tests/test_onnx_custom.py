@@ -358,6 +358,25 @@ def test_autograd_sees_what_a_launcher_wrote(when, fails, device):
         losses[0].backward()
 
 
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device and onnxruntime-gpu")
+def test_a_run_that_fails_is_waited_for_too():
+    """Else its first node would write into what the next tensor has of the memory."""
+    f, failing = torch.float32, unary(launcher=lambda x, out: 1 // 0, types={"T": (torch.float32,)})
+    first = custom_op("First", into(lambda x: x * 2), {"x": f}, {"y": f}, "x")
+    nodes = [oh.make_node("First", ["x"], ["y"], domain="fusebook")]
+    nodes += [oh.make_node("Unary", ["y"], ["z"], domain="fusebook")]
+    g = Graph(model(nodes, {"x": f}, {"y": f, "z": f}), device="cuda", ops=[first, failing])
+    x, wrong = torch.ones(1 << 20, device="cuda"), 0
+    for _ in range(20):
+        y = torch.empty_like(x)
+        torch.cuda._sleep(20_000_000)  # the run waits for it
+        with pytest.raises(Exception, match="ZeroDivisionError"):
+            g({"x": x}, {"y": y})
+        del y
+        wrong += int((torch.full_like(x, 7) != 7).any())
+    assert not wrong
+
+
 def test_a_callback_that_fails_where_nothing_is_caught_is_an_error(device, monkeypatch):
     """As by Ctrl-C outside of the function's own code."""
     g = graph(unary(launcher=lambda x, out: 1 // 0), device)

@@ -303,10 +303,16 @@ class Bound:
         return binding, *events
 
     def _bind(self, binding: Any, places: Sequence[tuple[Any, ...]]) -> None:
+        device, stream = self.graph.device, self.graph.stream
+        crossing = [place for place in places if place[1] == "cpu"]
+        # ONNX Runtime copies these on the default stream, to memory that earlier runs and their readers may still use.
+        if stream is not None and crossing and not torch.cuda.is_current_stream_capturing():
+            for other in (stream, torch.cuda.current_stream(device)):
+                torch.cuda.default_stream(device).wait_stream(other)
         for place in places:
             binding.bind_input(*place)
-        if places and self._pinned:  # its copy is on the way, and the caller may write to it next
-            torch.cuda.synchronize(self.graph.device)
+        if crossing and self._pinned:  # its copy is on the way, and the caller may write to it next
+            torch.cuda.synchronize(device)
 
     def _allocate(self, binding: Any, name: str) -> None:
         binding.bind_output(name, self.graph.device.type, self.graph.device.index or 0)
@@ -356,9 +362,11 @@ class Bound:
             before, after = events
             before.record(current)
             graph.stream.wait_event(before)
-            graph.session.run_with_iobinding(binding, graph._run)
-            after.record(graph.stream)
-            current.wait_event(after)
+            try:
+                graph.session.run_with_iobinding(binding, graph._run)
+            finally:  # nodes before one that fails are on their way
+                after.record(graph.stream)
+                current.wait_event(after)
         found = dict(self._given)
         if self._fresh:
             values = zip(self._computed, binding.get_outputs(), strict=True)
