@@ -406,6 +406,34 @@ def test_a_subclass_is_read_where_its_memory_is():
         bound()
 
 
+def test_given_memory_without_a_history_may_have_none_later_either():
+    graph, a = Graph(matmul(), device="cpu"), torch.eye(2)
+    memory, weight = torch.zeros(2, 2), torch.ones(2, 2, requires_grad=True)
+    bound = graph.bind({"a": a, "b": a}, {"c": memory})
+    bound()
+    memory.add_(weight)
+    with pytest.raises(ValueError, match="expected memory for c without a gradient"):
+        bound()
+    with torch.no_grad():
+        assert torch.equal(bound()["c"], a)
+
+
+def test_calls_that_are_captured_and_other_bound_graphs_are_refused(monkeypatch):
+    """On CUDA; a graph of the CPU stands in for one."""
+    graph, a = Graph(matmul(), device="cpu"), torch.eye(2)
+    bound, other = graph.bind({"a": a, "b": a}), graph.bind({"a": a, "b": a})
+    monkeypatch.setattr(graph, "_fixed", True)
+    bound()
+    with pytest.raises(ValueError, match="expected the bound graph whose run was captured"):
+        other()
+    bound()
+    monkeypatch.setattr(graph, "stream", object())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for call in (bound, lambda: graph.bind({"a": a, "b": a})):
+        with pytest.raises(NotImplementedError, match="got one while a CUDA graph is captured"):
+            call()
+
+
 @pytest.mark.parametrize("real", [False, True])
 def test_a_graph_made_under_a_fake_mode_runs_behind_it(real):
     with FakeTensorMode(allow_non_fake_inputs=real):

@@ -325,7 +325,9 @@ class AdamW(torch.optim.AdamW):
         except (KeyError, TypeError, ValueError):  # since amsgrad or betas were set
             _check_group(group, self.state)
             raise
+        whole: list[Tensor] = []
         if launch.check is None:
+            whole = [*params, *(t for of in lists for t in of)]
             lists = [[*map(_local, of)] for of in lists]
             params = [*map(_local, params)]
             grads = [_gradient(p, local) for p, local in zip(launch.params, params, strict=True)]
@@ -355,6 +357,8 @@ class AdamW(torch.optim.AdamW):
             launch.check = None
             self._launch(group, launch, given, seed, scaling)
             return
+        if whole and not as_they_are:  # autograd has kept a DTensor, and not the part of it that was written
+            torch.autograd.graph.increment_version(whole)
         if as_they_are and not launch.shared:  # not before: a guard of a sparse tensor may end the process
             launch.check = guard(grads)
         if not counting:

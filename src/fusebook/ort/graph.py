@@ -73,7 +73,8 @@ class Graph:
     ops : sequence of CustomOp
         Operators whose kernels are Python functions, see `custom_op`.
     options : mapping of str to str, optional
-        Further options of the CUDA provider, e.g. ``{"enable_cuda_graph": "1"}``.
+        Further options of the CUDA provider. With ``{"enable_cuda_graph": "1"}``, runs of one `Bound` are captured and
+        replayed; another one of the same graph is refused.
 
     Raises
     ------
@@ -186,6 +187,7 @@ class Graph:
         # A captured CUDA graph writes to the same memory in every run.
         captured = str((options or {}).get("enable_cuda_graph")).lower() in ("1", "true")
         self._fixed = captured and self.device.type == "cuda"
+        self._captured: Bound | None = None  # whose tensors stay, since replays write to them
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -247,7 +249,7 @@ class Bound:
     def __init__(
         self, graph: Graph, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], *, copied: bool = False
     ) -> None:
-        _check_tracing()
+        _check_tracing(graph)
         self.graph = graph
         types = graph.inputs | graph.defaults
         inputs = _named("inputs", inputs, types, graph.inputs)
@@ -256,12 +258,7 @@ class Bound:
         self._inputs = {name: _own(name, value, graph, types[name], copied) for name, value in inputs.items()}
         self._given = {name: _own(name, value, graph, graph.outputs[name]) for name, value in outputs.items()}
         _apart(self._inputs, self._given)
-        for name, value in self._given.items():
-            if value.requires_grad and torch.is_grad_enabled():
-                raise ValueError(
-                    f"ort.Graph: expected memory for {name} without a gradient, got a tensor that requires one, and "
-                    "none is recorded; detach() it"
-                )
+        self._check_given()
         # ONNX Runtime hands an input on as it is, and leaves memory that is given for it alone.
         self._passed = [name for name in graph.outputs if name in inputs]
         self._computed = [name for name in graph.outputs if name not in inputs]
@@ -288,6 +285,14 @@ class Bound:
 
     __reduce__ = Graph.__reduce__
 
+    def _check_given(self) -> None:
+        for name, value in self._given.items():
+            if value.requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    f"ort.Graph: expected memory for {name} without a gradient, got a tensor that requires one, and "
+                    "none is recorded; detach() it"
+                )
+
     def _another(self) -> tuple[Any, ...]:
         """A binding, which holds the outputs of one run, and the events around that run."""
         graph = self.graph
@@ -306,7 +311,7 @@ class Bound:
         device, stream = self.graph.device, self.graph.stream
         crossing = [place for place in places if place[1] == "cpu"]
         # ONNX Runtime copies these on the default stream, to memory that earlier runs and their readers may still use.
-        if stream is not None and crossing and not torch.cuda.is_current_stream_capturing():
+        if stream is not None and crossing:
             for other in (stream, torch.cuda.current_stream(device)):
                 torch.cuda.default_stream(device).wait_stream(other)
         for place in places:
@@ -323,7 +328,8 @@ class Bound:
 
         Every output. What ONNX Runtime allocated belongs to this run, or, in a captured CUDA graph, to all runs.
         """
-        _check_tracing()
+        _check_tracing(self.graph)
+        self._check_given()
         for name, value, layout in self._places:
             if _layout(value) != layout:
                 raise RuntimeError(
@@ -333,6 +339,13 @@ class Bound:
         # A run that meets another, of a thread or of a launcher, has a binding of its own. None waits for the other,
         # which may wait for this one, or be of the process that this one was forked from.
         fixed = self.graph._fixed
+        if fixed and self.graph._captured is None:
+            self.graph._captured = self
+        if fixed and self.graph._captured is not self:
+            raise ValueError(
+                "ort.Graph: expected the bound graph whose run was captured, since a replay uses its tensors, got "
+                "another; call that one, or make another Graph"
+            )
         try:
             binding = self._idle[0] if fixed else self._idle.pop()
         except IndexError:
@@ -463,8 +476,16 @@ def _named(what: str, given: Any, known: Mapping[str, str], needed: Iterable[str
     return given
 
 
-def _check_tracing() -> None:
-    """Refuse a call that is traced, whose outputs would be constants, and one by the rules of fake tensors."""
+def _check_tracing(graph: Graph) -> None:
+    """Refuse a call that is traced, whose outputs would be constants, and one by the rules of fake tensors.
+
+    And one that is captured: ONNX Runtime would give away the memory that its replays write to.
+    """
+    if graph.stream is not None and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "ort.Graph: expected a call that is made, got one while a CUDA graph is captured; make the graph with "
+            'options={"enable_cuda_graph": "1"}, and call it outside'
+        )
     modes = _get_current_dispatch_mode_stack() if _modes() else []
     proxies = any(type(mode).__name__ == "ProxyTorchDispatchMode" for mode in modes)
     if _tracing() or proxies or any(hasattr(mode, "allow_non_fake_inputs") for mode in modes):
