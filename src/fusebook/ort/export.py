@@ -341,7 +341,8 @@ def fuse(model: Any) -> Any:
     ``ScatterND(ConstantOfShape(shape), indices, Where(Equal(indices, masked), 0, updates), reduction="add")`` becomes
     MaskedScatterNDOfShape; without Equal and Where it becomes ScatterNDOfShape. ONNX Runtime's MatMulNBits becomes
     QuantizedMatMul, whose weight is packed for Fusebook's kernel: of four or eight bits in blocks of 32, 64 or 128,
-    with float16 or bfloat16 scales and a K that is a multiple of 16. A model is data: nothing in it is run, and no
+    with float16 or bfloat16 scales and a K that is a multiple of 16. It takes infinities and the largest numbers of
+    bfloat16 as `fusebook.quantized_matmul` does, which may be NaN. A model is data: nothing in it is run, and no
     other file that it names is read.
 
     Parameters
