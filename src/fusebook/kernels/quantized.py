@@ -907,9 +907,9 @@ def quantized_matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None = None
     sums are float32, and each group's sum is multiplied by its scale. More rows are a matmul of torch, with values that
     were rounded to the dtype of `x`, which takes ``N * K`` elements of memory meanwhile.
 
-    Results are the same in each run. Up to 96 rows, a row's result does not depend on the other rows. There, an infinite
-    element of `x` makes its row NaN where the weight has zero points, and bfloat16 elements overflow where their product
-    with a code exceeds float32: beyond 2.6e36 with eight bits, and 4e37 with four.
+    Results are the same in each run. Up to 96 rows, a row's result does not depend on the other rows. There, an
+    infinite element of `x` makes its row NaN where the weight has zero points, and bfloat16 elements overflow where
+    their product with a code exceeds float32: beyond 2.6e36 with eight bits, and 4e37 with four.
 
     Differentiable in `x` and `bias`; the gradient is torch's matmul with the values. Under `torch.autocast` both are
     cast, as for torch's products. `x` with gaps is copied first, and columns that are no multiple of 16 are read one by

@@ -380,6 +380,8 @@ class Bound:
             finally:  # nodes before one that fails are on their way
                 after.record(graph.stream)
                 current.wait_event(after)
+                if self._pinned:  # the run itself copies those that nodes on the CPU read, too
+                    after.synchronize()
         found = dict(self._given)
         if self._fresh:
             values = zip(self._computed, binding.get_outputs(), strict=True)
