@@ -769,6 +769,22 @@ def test_dtensors_step_their_shards_whatever_the_gradient_is(mesh):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where kernels compile for a GPU")
+def test_replicas_are_rounded_by_the_same_bits_whatever_shards_a_rank_has(mesh):
+    def stepped(rows):
+        shard, whole, plain = (torch.ones(n, 64, dtype=torch.bfloat16) for n in (rows, 16, 16))
+        params = [distribute_tensor(t, mesh, [at]) for t, at in ((shard, Shard(0)), (whole, Replicate()))]
+        params = [torch.nn.Parameter(p) for p in (*params, plain)]
+        optimizer = AdamW(params, lr=1e-3, seed=1)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        return params[1].to_local(), params[2]
+
+    (replica, plain), (other, own) = stepped(1024), stepped(1033)
+    assert torch.equal(replica, other) and torch.equal(plain, own) and len(replica.unique()) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where kernels compile for a GPU")
 def test_a_gradient_may_be_that_of_a_collective_that_still_runs(mesh):
     lists = [[torch.nn.Parameter(torch.ones(4))] for _ in BOTH]
     for kind, (p,) in zip(BOTH, lists, strict=True):

@@ -129,7 +129,8 @@ class AdamW(torch.optim.AdamW):
     capturable : bool
         Count steps on the device, so that a CUDA graph can hold the step. Step once before the capture.
     seed : int, optional
-        Round bfloat16 parameters by chance, see `fusebook.adamw_step`. Saved with the state.
+        Round bfloat16 parameters by chance, see `fusebook.adamw_step`. Saved with the state. Processes that step
+        replicas round them by the same bits, beside whatever shards each has.
 
     Raises
     ------
@@ -286,7 +287,8 @@ class AdamW(torch.optim.AdamW):
                     raise TypeError(f"AdamW: expected step to be a tensor, got {type(count).__name__}; put it in one")
                 apart = group["capturable"] or count.device.type != "cpu"
                 known[id(count)] = id(count) if apart else _done(count)
-            rounded = group.get("seed") is not None and p.dtype == torch.bfloat16
+            # Bits are those of a place in a launch: shards, which every rank has others of, are apart from replicas.
+            rounded = group.get("seed") is not None and p.dtype == torch.bfloat16 and str(_placed(p))
             found.setdefault((known[id(count)], p.device, rounded), []).append(p)
         launches = []
         stepped = {*map(id, params)}

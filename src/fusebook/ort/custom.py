@@ -36,10 +36,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fusebook.kernels._call import INTERPRETED, _modes, _private, _transforms
 from fusebook.measure.machine import cache_folder
 
-#: Where torch keeps what operators are defined, since it outlives what is reloaded or dropped of this package: the C
-#: library has the address of what is here, and sessions have its numbers.
+#: Left in torch, which outlives what is reloaded or dropped of this package: the C library has the address of what is
+#: here, and sessions have its numbers.
 _MARK = "_fusebook_ort"
-if vars(torch).get(_MARK):
+if _MARK in vars(torch):
     raise ImportError("fusebook.ort.custom: expected one import in a process, got a reload; start the process again")
 
 __all__ = ["CustomOp", "custom_op", "register"]
@@ -766,4 +766,4 @@ def register(options: Any, *ops: CustomOp) -> None:
                 shim.library.fusebook_select(None)
 
 
-vars(torch)[_MARK] = _OPS
+vars(torch)[_MARK] = True
