@@ -423,6 +423,8 @@ def test_calls_that_are_captured_and_other_bound_graphs_are_refused(monkeypatch)
     graph, a = Graph(matmul(), device="cpu"), torch.eye(2)
     bound, other = graph.bind({"a": a, "b": a}), graph.bind({"a": a, "b": a})
     monkeypatch.setattr(graph, "_fixed", True)
+    with pytest.raises(RuntimeError, match="Non-zero status"):  # nothing is captured
+        graph.bind({"a": torch.ones(2, 3), "b": a})()
     bound()
     with pytest.raises(ValueError, match="expected the bound graph whose run was captured"):
         other()

@@ -505,6 +505,31 @@ def exported(module, given, **more):
     )
 
 
+def test_weights_keep_their_names_in_an_export(device):
+    """Else `ONNXProgram.apply_weights` does not find them."""
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.shift, self.weight = (torch.nn.Parameter(torch.rand(8, device=device)) for _ in range(3))
+
+        def forward(self, x, target):
+            y = fusebook.layer_norm(fusebook.rms_norm(x, self.scale), self.scale, self.shift)
+            return fusebook.cross_entropy(y, target, self.weight, check=False)
+
+    module, given = (
+        Module().requires_grad_(False),
+        (torch.randn(3, 8, device=device), torch.tensor([1, 2, 0], device=device)),
+    )
+    program = exported(module, given)
+    assert {"scale", "shift", "weight"} <= program.model.graph.initializers.keys()
+    new = {name: torch.rand(8, device=device) for name in module.state_dict()}
+    program.apply_weights(new)
+    module.load_state_dict(new)
+    got = Graph(program, device=device)({"x": given[0], "target": given[1]})
+    torch.testing.assert_close(next(iter(got.values())), module(*given).detach(), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("dtype", "opset", "learned"),
     [(torch.float32, 18, False), (torch.float16, 23, True), (torch.float64, 18, True)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -34,6 +35,7 @@ class _Launch:
 
     params: list[Tensor]
     states: list[dict[str, Any]]
+    place: int  # of the first one in its group
     count: Tensor  # on the device one number that all share, else a number for each
     counts: list[Tensor] = dataclasses.field(default_factory=list)  # what the states have of it
     done: int = -1  # by the host; below 0 where the device counts
@@ -129,8 +131,9 @@ class AdamW(torch.optim.AdamW):
     capturable : bool
         Count steps on the device, so that a CUDA graph can hold the step. Step once before the capture.
     seed : int, optional
-        Round bfloat16 parameters by chance, see `fusebook.adamw_step`. Saved with the state. Processes that step
-        replicas round them by the same bits, beside whatever shards each has.
+        Round bfloat16 parameters by chance, see `fusebook.adamw_step`. Saved with the state. Processes round replicas
+        by the same bits where they have the same gradients of them, beside whatever shards of DTensors each has. Shards
+        that are plain tensors belong in a group of their own.
 
     Raises
     ------
@@ -210,10 +213,13 @@ class AdamW(torch.optim.AdamW):
         capturing = _capturing()
         # Each group is looked at after the one before is stepped, which may have counted a step of the same parameter.
         launches = ((group, *made) for group in self.param_groups for made in self._launches(group, capturing))
-        for i, (group, launch, grads) in enumerate(launches):
+        for group, launch, grads in launches:
             seed = group.get("seed")
             if seed is not None:
-                seed = (_seed(seed) + i * 0x9E3779B1) % 0x7FFFFFFF  # more is not used
+                # Not by the number of the launch, which is another in a process that lacks a gradient.
+                before = itertools.takewhile(functools.partial(operator.is_not, group), self.param_groups)
+                place = launch.place + sum(len(other["params"]) for other in before)
+                seed = (_seed(seed) + place * 0x9E3779B1) % 0x7FFFFFFF  # more is not used
             self._launch(group, launch, grads, seed, scaling)
         if len(states) != len(self._states):
             self._keys, self._states = [*states], [*states.values()]
@@ -294,9 +300,10 @@ class AdamW(torch.optim.AdamW):
         stepped = {*map(id, params)}
         # A program may keep other entries there too.
         taken = {id(s["step"]) for p, s in self.state.items() if id(p) not in stepped and _counted(s)}
+        places = {id(p): i for i, p in reversed([*enumerate(group["params"])])}
         for (done, *_), some in found.items():
             states = [self.state[p] for p in some]
-            launch = _Launch(some, states, states[0]["step"])
+            launch = _Launch(some, states, places[id(some[0])], states[0]["step"])
             launches.append(launch)
             if not (group["capturable"] or launch.count.device.type != "cpu"):
                 if any(_shared(s["step"]) for s in states):

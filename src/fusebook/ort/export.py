@@ -102,14 +102,17 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     def kind_of(*operands: Any) -> int:
         return 11 if any(x.dtype == 11 for x in operands) else 1
 
+    def cast(kind: int, *operands: Any) -> list[Any]:  # a node that casts nothing would take the names of weights
+        return [x if x is None or x.dtype == kind else op.Cast(x, to=kind) for x in operands]
+
     def wide(*operands: Any) -> list[Any]:
-        kind = kind_of(*operands)
-        return [x if x.dtype == kind else op.Cast(x, to=kind) for x in operands]
+        return cast(kind_of(*operands), *operands)
 
     def normed(h: Any, weight: Any, bias: Any, centred: bool, eps: float, kind: int) -> Any:
         # A node has eps in float32. ONNX Runtime fuses what has Pow; of LayerNorm with casts it makes an invalid graph.
+        weight, bias = cast(kind, weight, bias)
         if centred and weight is not None and kind != 11:
-            given = [op.CastLike(v, h) for v in (weight, bias) if v is not None]
+            given = [v for v in (weight, bias) if v is not None]
             return op.LayerNormalization(h, *given, axis=-1, epsilon=eps)[0]
         two, least = (op.Constant(value=onnx_ir.tensor(v, onnx_ir.DataType(kind))) for v in (2.0, eps))
         last = op.Constant(value_ints=[-1])
@@ -118,8 +121,8 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         square = op.ReduceMean(op.Mul(h, h) if centred else op.Pow(h, two), last)
         # The exporter takes less than 1e-8 for 0, and leaves out its Add.
         y = op.Div(h, op.Sqrt((op.Add if eps > 1e-7 else op.Sum)(square, least)))
-        y = y if weight is None else op.Mul(y, op.CastLike(weight, y))
-        return y if bias is None else op.Add(y, op.CastLike(bias, y))
+        y = y if weight is None else op.Mul(y, weight)
+        return y if bias is None else op.Add(y, bias)
 
     def norm(x, weight, bias, centred: bool, eps: float):  # type: ignore[no-untyped-def]
         return op.CastLike(normed(wide(x)[0], weight, bias, centred, eps, kind_of(x)), x)
@@ -137,8 +140,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
                 "fusebook.ort.translations: expected a loss without label_smoothing, z_loss and softcap, which ONNX's "
                 f"SoftmaxCrossEntropyLoss has not, got {smoothing}, {z} and {cap}; leave them out, or export the logits"
             )
-        x = wide(x)[0]
-        weight = None if weight is None else op.CastLike(weight, x)
+        x, weight = cast(kind_of(x), x, weight)
         rest = op.Constant(value_ints=[-1])
         scores = op.Reshape(x, op.Concat(rest, op.Shape(x, start=-1), axis=0))  # Flatten of one x twice does not export
         given = op.Reshape(target, rest), weight

@@ -187,7 +187,7 @@ class Graph:
         # A captured CUDA graph writes to the same memory in every run.
         captured = str((options or {}).get("enable_cuda_graph")).lower() in ("1", "true")
         self._fixed = captured and self.device.type == "cuda"
-        self._captured: Bound | None = None  # whose tensors stay, since replays write to them
+        self._captured: Any = None  # the tensors of the Bound that was, which stay, since replays write to them
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -339,9 +339,7 @@ class Bound:
         # A run that meets another, of a thread or of a launcher, has a binding of its own. None waits for the other,
         # which may wait for this one, or be of the process that this one was forked from.
         fixed = self.graph._fixed
-        if fixed and self.graph._captured is None:
-            self.graph._captured = self
-        if fixed and self.graph._captured is not self:
+        if fixed and self.graph._captured and self.graph._captured[0] is not self._inputs:
             raise ValueError(
                 "ort.Graph: expected the bound graph whose run was captured, since a replay uses its tensors, got "
                 "another; call that one, or make another Graph"
@@ -351,7 +349,10 @@ class Bound:
         except IndexError:
             binding = self._another()
         try:
-            return self._run(*binding)
+            found = self._run(*binding)
+            if fixed:
+                self.graph._captured = self._inputs, self._given
+            return found
         finally:
             if not fixed:
                 self._idle.append(binding)
