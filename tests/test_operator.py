@@ -422,7 +422,7 @@ def test_what_a_compiled_transform_differentiates_is_not_written(device):
             call(x)
 
 
-def test_all_operators_that_write_tell_autograd():
+def test_all_operators_that_write_raise_versions():
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in [*OPERATORS, "adamw_step"]:
         assert has(f"fusebook::{name}", "ADInplaceOrView") == (

@@ -750,16 +750,12 @@ def test_dtensors_step_their_shards_whatever_the_gradient_is(mesh):
     for placement in (Shard(0), Replicate(), Partial()):
         whole.grad = torch.randn(6, 4)
         p.grad = DTensor.from_local(whole.grad, mesh, [placement])
-        loss = (
-            (p * p).full_tensor().sum() + (optimizer.state[p]["exp_avg"] * p).full_tensor().sum()
-            if want.state
-            else None
-        )
+        average = optimizer.state[p]["exp_avg"] if want.state else p
+        loss = (p * p + p * average).full_tensor().sum()
         optimizer.step()
         want.step()
-        if loss is not None:
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                loss.backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
     close([p.full_tensor()], [whole])
     assert isinstance(optimizer.state[p]["exp_avg"], DTensor)
     state = copy.deepcopy(optimizer.state_dict())

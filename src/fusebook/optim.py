@@ -131,9 +131,9 @@ class AdamW(torch.optim.AdamW):
     capturable : bool
         Count steps on the device, so that a CUDA graph can hold the step. Step once before the capture.
     seed : int, optional
-        Round bfloat16 parameters by chance, see `fusebook.adamw_step`. Saved with the state. Processes round replicas
-        by the same bits where they have the same gradients of them, beside whatever shards of DTensors each has. Shards
-        that are plain tensors belong in a group of their own.
+        Round bfloat16 parameters by chance, see `fusebook.adamw_step`. Saved with the state. All processes
+        that have the same gradient of a replica round it by the same bits. Their shards may differ if these are
+        DTensors. Give shards that are plain tensors a separate group.
 
     Raises
     ------
@@ -216,7 +216,7 @@ class AdamW(torch.optim.AdamW):
         for group, launch, grads in launches:
             seed = group.get("seed")
             if seed is not None:
-                # Not by the number of the launch, which is another in a process that lacks a gradient.
+                # The number of the launch would differ in a process that lacks a gradient.
                 before = itertools.takewhile(functools.partial(operator.is_not, group), self.param_groups)
                 place = launch.place + sum(len(other["params"]) for other in before)
                 seed = (_seed(seed) + place * 0x9E3779B1) % 0x7FFFFFFF  # more is not used
@@ -293,14 +293,14 @@ class AdamW(torch.optim.AdamW):
                     raise TypeError(f"AdamW: expected step to be a tensor, got {type(count).__name__}; put it in one")
                 apart = group["capturable"] or count.device.type != "cpu"
                 known[id(count)] = id(count) if apart else _done(count)
-            # Bits are those of a place in a launch: shards, which every rank has others of, are apart from replicas.
+            # Random bits follow the place in a launch. So shards, whose sizes differ by rank, do not precede replicas.
             rounded = group.get("seed") is not None and p.dtype == torch.bfloat16 and str(_placed(p))
             found.setdefault((known[id(count)], p.device, rounded), []).append(p)
         launches = []
         stepped = {*map(id, params)}
         # A program may keep other entries there too.
         taken = {id(s["step"]) for p, s in self.state.items() if id(p) not in stepped and _counted(s)}
-        places = {id(p): i for i, p in reversed([*enumerate(group["params"])])}
+        places = {id(p): i for i, p in enumerate(group["params"])}
         for (done, *_), some in found.items():
             states = [self.state[p] for p in some]
             launch = _Launch(some, states, places[id(some[0])], states[0]["step"])
@@ -366,7 +366,7 @@ class AdamW(torch.optim.AdamW):
             launch.check = None
             self._launch(group, launch, given, seed, scaling)
             return
-        if whole and not as_they_are:  # autograd has kept a DTensor, and not the part of it that was written
+        if whole and not as_they_are:  # autograd keeps a DTensor, and the step wrote its local part
             torch.autograd.graph.increment_version(whole)
         if as_they_are and not launch.shared:  # not before: a guard of a sparse tensor may end the process
             launch.check = guard(grads)

@@ -612,20 +612,26 @@ LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 OPERATORS: dict[str, Operator] = {}
 
 
+@functools.cache
+def _writes(custom: Any) -> list[int]:
+    """Which arguments an operator writes, by position."""
+    aliases = [argument.alias_info for argument in custom._schema.arguments]
+    return [i for i, alias in enumerate(aliases) if alias is not None and alias.is_write]
+
+
 def _written(custom: Any, inputs: Sequence[Any]) -> list[Tensor]:
     """The tensors among the arguments of an operator that it writes."""
-    arguments = zip(inputs, custom._schema.arguments, strict=False)
-    return _flat([value for value, a in arguments if a.alias_info is not None and a.alias_info.is_write])
+    return _flat([inputs[i] for i in _writes(custom)])
 
 
-def tell_writes(custom: Any) -> None:
-    """Let autograd know what an operator writes, so that it refuses a gradient that needs what was there before.
+def register_writes(custom: Any) -> None:
+    """Make autograd refuse a gradient that needs an element which the operator has overwritten.
 
-    Launchers raise the versions of tensors, but under a compiler none runs. An operator that writes nothing is left
-    as it is. See `torch.library.custom_op`, which does the same.
+    Launchers raise the versions of tensors, but a compiler runs no launcher while it traces. An operator that writes
+    nothing stays as it is. `torch.library.custom_op` does the same.
     """
 
-    def told(keyset: Any, *inputs: Any) -> Any:
+    def kernel(keyset: Any, *inputs: Any) -> Any:
         written = _written(custom, inputs)
         if torch.is_grad_enabled() and any(t.requires_grad for t in written):
             remedy = "detach it, or call it under torch.no_grad()"
@@ -633,8 +639,8 @@ def tell_writes(custom: Any) -> None:
         torch.autograd.graph.increment_version(written)
         return custom.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *inputs)
 
-    if "!" in str(custom._schema):
-        LIBRARY.impl(custom.name(), told, "ADInplaceOrView", with_keyset=True)
+    if _writes(custom):
+        LIBRARY.impl(custom.name(), kernel, "ADInplaceOrView", with_keyset=True)
 
 
 class _Recorded(torch.autograd.Function):
@@ -775,7 +781,7 @@ class Operator:
         torch.library.register_vmap(name, self.batched or self.one_by_one, lib=LIBRARY)
         if "!" not in self.schema:
             torch.library.register_autograd(name, self.backward, setup_context=self.keep, lib=LIBRARY)
-        tell_writes(custom)
+        register_writes(custom)
         OPERATORS[self.name] = self
 
     # Calls --------------------------------------------------------------------------------------------------------
@@ -972,7 +978,7 @@ class Operator:
         if torch.compiler.is_exporting():  # which traces no operator with a gradient in a transform
             expected, remedy = "no torch.vmap or torch.func under torch.export", "give it the whole batch"
             refuse(NotImplementedError, self.name, expected, "a call in one", remedy)
-        torch.autograd.graph.increment_version(_written(self.custom, inputs))  # of what the transform has wrapped
+        torch.autograd.graph.increment_version(_written(self.custom, inputs))  # the transform has wrapped these tensors
         flat, lengths = _spread(inputs)
         result = _Transformed.apply(types.SimpleNamespace(op=self, lengths=lengths), None, None, *flat)
         return list(result) if self.listed else result

@@ -49,7 +49,7 @@ from ._call import (
     launch,
     launching,
     number,
-    tell_writes,
+    register_writes,
     unhooked,
     watched,
 )
@@ -615,7 +615,7 @@ def _without_memory(
 
 torch.library.register_fake(f"{NAMESPACE}::{_NAME}", _without_memory, lib=LIBRARY)
 _custom = getattr(torch.ops, NAMESPACE).adamw_step.default
-tell_writes(_custom)
+register_writes(_custom)
 #: The mode of `torch.autograd.graph.allow_mutation_on_saved_tensors`, which fails if an operator may write to None.
 _Cloning = _private("torch.autograd.graph:_CloneArgBeforeMutateMode", ())
 _stack = _private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", list)

@@ -33,10 +33,10 @@ CALL_PATH = ("fusebook.kernels._call",)
 #: that is timed enters one, which ``tests/test_operator.py`` checks.
 UNTIMED = frozenset(
     "_compiled _shaped dispatched one_by_one _no_gradient _no_tangents refuse _Transformed _any_of _filled "
-    "autocasts_in_graph tell_writes _written".split()
+    "autocasts_in_graph register_writes _writes _written".split()
 )
-#: Of these, what only registers: a statement that calls it is left out as if it were not there.
-_REGISTERS = "tell_writes"
+#: This one of them only registers. A statement that calls it is left out as if it were not there.
+_REGISTERS = "register_writes"
 
 # What else of the package is read. The rest measures, and `fusebook.measure.timing.VERSION` says when that changes.
 _READ = ("fusebook.kernels", "fusebook.cards", "fusebook.ort", "fusebook.lesson.evidence.")
