@@ -18,6 +18,6 @@ __all__ = [
 ]  # fmt: skip
 
 if INTERPRETED:
-    # Where a kernel is interpreted, a node keeps torch.compile out, and would import it in its first run. In a signal
-    # handler that may wait for ever: for a thread that imports it, too, and waits for what the handler interrupted.
+    # An interpreted kernel disables torch.compile, which the first run of a node would import. A signal handler that
+    # runs a node could then deadlock with a thread that imports torch.compile and waits for the interrupted code.
     import torch._dynamo  # noqa: F401

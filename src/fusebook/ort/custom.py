@@ -36,8 +36,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fusebook.kernels._call import INTERPRETED, _modes, _private, _transforms
 from fusebook.measure.machine import cache_folder
 
-#: Left in torch, which outlives what is reloaded or dropped of this package: the C library has the address of what is
-#: here, and sessions have its numbers.
+#: An attribute of torch, because modules of this package may be reloaded or dropped. The C library keeps addresses of
+#: objects in this module, and sessions keep numbers of its operators.
 _MARK = "_fusebook_ort"
 if _MARK in vars(torch):
     raise ImportError("fusebook.ort.custom: expected one import in a process, got a reload; start the process again")
@@ -705,9 +705,9 @@ def custom_op(
     Notes
     -----
     What the launcher raises becomes an error of ONNX Runtime with its message. A tensor that it keeps is worth nothing
-    once it has returned. An object with a `fusebook.ort.Graph` whose launcher is a method of the object is never freed;
-    a launcher that holds it by ``weakref.ref`` lets it go. While ONNX Runtime captures a CUDA graph, what it allocates
-    is kept for as long as the session; the graph is then replayed without calling it.
+    once it has returned. An object that owns a `fusebook.ort.Graph` is never freed if the launcher is its method. Use
+    ``weakref.ref`` in the launcher. While ONNX Runtime captures a CUDA graph, what it allocates is kept for as long as
+    the session; the graph is then replayed without calling it.
 
     Examples
     --------

@@ -74,7 +74,7 @@ class Graph:
         Operators whose kernels are Python functions, see `custom_op`.
     options : mapping of str to str, optional
         Further options of the CUDA provider. With ``{"enable_cuda_graph": "1"}``, runs of one `Bound` are captured and
-        replayed; another one of the same graph is refused.
+        replayed. A second `Bound` of the same graph is refused.
 
     Raises
     ------
@@ -88,9 +88,9 @@ class Graph:
 
     Notes
     -----
-    No gradient is recorded. Autograd notices what is written to given memory; `torch.func` and tangents of forward mode
-    do not, as with `torch.library.custom_op`. On the CPU, several threads may call one graph at once. `inputs`,
-    `defaults` and `outputs` map names to ONNX Runtime's types; `defaults` are initializers that a caller may replace.
+    No gradient is recorded. Autograd detects writes to given memory. `torch.func` and forward mode do not detect them,
+    as for `torch.library.custom_op`. On the CPU, several threads may call one graph at once. `inputs`, `defaults` and
+    `outputs` map names to ONNX Runtime's types; `defaults` are initializers that a caller may replace.
 
     On CUDA a call waits for the stream that is current, and may write to the memory of a result of an earlier call that
     was dropped. Another stream that still reads it must be waited for first.
@@ -178,7 +178,7 @@ class Graph:
                 "CUDA version is torch's, and import torch first"
             )
         # An empty tensor has no address, and ONNX Runtime takes no null pointer: this one is never read.
-        with _disable_current_modes():  # by which it might be fake
+        with _disable_current_modes():  # FakeTensorMode would make a fake tensor
             self._nothing = torch.empty(16, dtype=torch.uint8, device=self.device)
         self.inputs = _tensors("inputs", self.session.get_inputs())
         self.outputs = _tensors("outputs", self.session.get_outputs())
@@ -187,7 +187,7 @@ class Graph:
         # A captured CUDA graph writes to the same memory in every run.
         captured = str((options or {}).get("enable_cuda_graph")).lower() in ("1", "true")
         self._fixed = captured and self.device.type == "cuda"
-        self._captured: Any = None  # the tensors of the Bound that was, which stay, since replays write to them
+        self._captured: Any = None  # tensors of the captured Bound; kept, because replays write to them
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -356,7 +356,7 @@ class Bound:
         finally:
             if not fixed:
                 self._idle.append(binding)
-            if self._written:  # also by a run that fails
+            if self._written:  # a run that fails may have written too
                 torch.autograd.graph.increment_version(self._written)
 
     def _run(self, binding: Any, *events: torch.cuda.Event) -> dict[str, Tensor]:
@@ -378,10 +378,10 @@ class Bound:
             graph.stream.wait_event(before)
             try:
                 graph.session.run_with_iobinding(binding, graph._run)
-            finally:  # nodes before one that fails are on their way
+            finally:  # if a node fails, the nodes before it are still queued
                 after.record(graph.stream)
                 current.wait_event(after)
-                if self._pinned:  # the run itself copies those that nodes on the CPU read, too
+                if self._pinned:  # ONNX Runtime may copy a pinned input during the run
                     after.synchronize()
         found = dict(self._given)
         if self._fresh:
@@ -480,9 +480,9 @@ def _named(what: str, given: Any, known: Mapping[str, str], needed: Iterable[str
 
 
 def _check_tracing(graph: Graph) -> None:
-    """Refuse a call that is traced, whose outputs would be constants, and one by the rules of fake tensors.
+    """Refuse a call that is traced, whose outputs would be constants, and a call under FakeTensorMode.
 
-    And one that is captured: ONNX Runtime would give away the memory that its replays write to.
+    A call that torch captures is refused too: ONNX Runtime would reuse the memory that the replays write to.
     """
     if graph.stream is not None and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
