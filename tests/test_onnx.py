@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pathlib
 import pickle
 import threading
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ pytest.importorskip("onnxruntime")
 import onnx.helper as oh  # noqa: E402
 
 from fusebook.cards.scatter import _onnx_model  # noqa: E402
-from fusebook.ort import Graph  # noqa: E402
+from fusebook.ort import Graph, export  # noqa: E402
 from fusebook.ort import graph as graphs_of_torch  # noqa: E402
 from graphs import KINDS, OLD, model, one_node  # noqa: E402
 
@@ -58,42 +59,74 @@ def test_bound_memory_is_read_anew_and_written_in_place(device):
         assert torch.equal(d, c > a)
 
 
+def negation():
+    return one_node("Neg", {"x": torch.float32}, {"y": torch.float32}, domain="")
+
+
 def test_bound_memory_of_the_cpu_is_read_anew(device):
     usable(device)
     x = torch.ones(4)
-    bound = Graph(one_node("Neg", {"x": torch.float32}, {"y": torch.float32}, domain=""), device=device).bind({"x": x})
+    bound = Graph(negation(), device=device).bind({"x": x})
     assert bound()["y"].tolist() == [-1.0] * 4
     x.fill_(5)
     assert bound()["y"].tolist() == [-5.0] * 4
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("bound", [False, True], ids=["called", "bound"])
-def test_pinned_memory_may_be_written_after_a_run(bound):
-    graph, x = usable("cuda"), torch.ones(1 << 11, 1 << 11).pin_memory()
-    b = torch.eye(1 << 11, device="cuda")
-    run = graph.bind({"a": x, "b": b}) if bound else lambda: graph({"a": x, "b": b})
-    for i in range(20):
+@pytest.mark.parametrize("how", ["called", "bound", "captured"])
+def test_pinned_memory_may_be_written_after_it_is_read(how):
+    usable("cuda")
+    graph, x = Graph(negation(), options={"enable_cuda_graph": str(int(how == "captured"))}), torch.empty(1 << 26)
+    x = x.pin_memory()
+    for i in range(1 if how == "captured" else 5):
         x.fill_(i)
-        out = run()["c"]
+        run = graph.bind({"x": x}) if how != "called" else lambda: graph({"x": x})
+        if how == "captured":
+            x.fill_(-1)
+        out = run()["y"]
         x.fill_(-1)
-        assert torch.equal(out, torch.full_like(out, i))
+        assert torch.equal(out, torch.full_like(out, -i))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("bound", [False, True], ids=["called", "bound"])
-def test_inputs_on_the_cpu_wait_for_earlier_runs_on_any_stream(bound):
-    """ONNX Runtime copies them on the default stream, for which torch's other streams do not wait."""
-    graph, x = usable("cuda"), torch.ones(1 << 10, 1 << 10)
-    b = torch.eye(1 << 10, device="cuda")
-    with torch.cuda.stream(torch.cuda.Stream()):
-        run, found = graph.bind({"a": x, "b": b}) if bound else lambda: graph({"a": x, "b": b}), []
-        for i in range(24):
-            x.fill_(i)
-            torch.cuda._sleep(20_000_000)  # the run waits for it
-            found.append(run()["c"])
+def test_pinned_memory_holds_an_output_when_the_run_returns():
+    usable("cuda")
+    graph, x = Graph(negation()), torch.ones(1 << 26, device="cuda")
+    y = torch.zeros(1 << 26).pin_memory()
+    for run in (lambda: graph({"x": x}, {"y": y}), graph.bind({"x": x}, {"y": y})):
+        y.fill_(0)
+        run()
+        assert y[-1] == -1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("own", [False, True])
+def test_inputs_on_the_cpu_wait_for_readers_of_dropped_results(own):
+    """ONNX Runtime copies them on its own stream, to memory that it has for results."""
+    usable("cuda")
+    graph, x = Graph(negation()), torch.ones(1 << 20)
+    with torch.cuda.stream(torch.cuda.Stream() if own else None):
+        first, second = graph({"x": x})["y"], graph({"x": x})["y"]
+        held = graph.bind({"x": x})  # has the memory of the first copy
+        torch.cuda._sleep(200_000_000)
+        seen = second * 1
+        del second
+        held = [held, graph.bind({"x": torch.full_like(x, 7)})]
         torch.cuda.synchronize()
-    assert [int((y != i).any()) for i, y in enumerate(found)] == [0] * 24
+    assert torch.equal(seen, first)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_current_device_stays():
+    usable("cuda")
+    graph, x = Graph(negation(), device="cuda:1"), torch.ones(3, device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    for given in (x, x.cpu()):
+        run = graph.bind({"x": given})
+        assert torch.cuda.current_device() == 0
+        for y in (run()["y"], graph({"x": given})["y"]):
+            assert torch.cuda.current_device() == 0
+            assert torch.equal(y, -x)
 
 
 def test_some_outputs_may_be_given(device):
@@ -203,7 +236,7 @@ def test_without_a_gpu_cuda_is_refused_in_one_sentence():
 
 
 @pytest.mark.parametrize("kind", ["MatMul", "Add"])  # Add is folded, and MatMul packs its weights
-def test_weights_in_another_file_are_found_beside_the_path(tmp_path, kind):
+def test_weights_in_another_file_are_found_beside_the_path(tmp_path, monkeypatch, kind):
     ir = pytest.importorskip("onnx_ir")
     w = np.arange(6, dtype=np.float32).reshape(2, 3)
     proto = one_node(kind, {"x": torch.float32, "w": torch.float32}, {"y": torch.float32}, domain="")
@@ -212,11 +245,15 @@ def test_weights_in_another_file_are_found_beside_the_path(tmp_path, kind):
     path = tmp_path / "g.onnx"
     onnx.save(proto, path, save_as_external_data=True, location="w.bin", size_threshold=0)
     x = torch.eye(2) if kind == "MatMul" else torch.zeros(2, 3)
-    for given in (path, onnx.load(path), ir.external_data.load_to_model(ir.load(path))):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    pathlib.Path("w.bin").write_bytes((w + 1).tobytes())  # of another model
+    for given in (path, onnx.load(path), ir.load(path), export.fuse(ir.load(path))):
         assert Graph(given, device="cpu")({"x": x})["y"].tolist() == w.tolist()
     (tmp_path / "short.onnx").write_bytes(path.read_bytes().replace(b"w.bin", b"s.bin"))
     (tmp_path / "s.bin").write_bytes(b"short")
-    for given in (onnx.load(path, load_external_data=False), ir.load(path), tmp_path / "short.onnx"):
+    pathlib.Path("w.bin").unlink()
+    for given in (onnx.load(path, load_external_data=False), tmp_path / "short.onnx"):
         with pytest.raises(ValueError, match="ort.Graph: expected weights within the model.*; pass the path, or load"):
             Graph(given, device="cpu")
 
@@ -425,8 +462,16 @@ def test_calls_that_are_captured_and_other_bound_graphs_are_refused(monkeypatch)
     monkeypatch.setattr(graph, "_fixed", True)
     with pytest.raises(RuntimeError, match="Non-zero status"):  # nothing is captured
         graph.bind({"a": torch.ones(2, 3), "b": a})()
-    bound()
-    with pytest.raises(ValueError, match="expected the bound graph whose run was captured"):
+
+    def run(*binding):  # another thread begins a run while the first one is captured
+        with pytest.raises(ValueError, match="expected the bound graph that ran first"):
+            other()
+        return graphs_of_torch.Bound._run(bound, *binding)
+
+    with monkeypatch.context() as during:
+        during.setattr(bound, "_run", run)
+        bound()
+    with pytest.raises(ValueError, match="expected the bound graph that ran first"):
         other()
     bound()
     monkeypatch.setattr(graph, "stream", object())

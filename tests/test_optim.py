@@ -770,8 +770,9 @@ def test_replicas_are_rounded_by_the_same_bits_whatever_shards_a_rank_has(mesh):
         shard, whole, plain = (torch.ones(n, 64, dtype=torch.bfloat16) for n in (rows, 16, 16))
         params = [distribute_tensor(t, mesh, [at]) for t, at in ((shard, Shard(0)), (whole, Replicate()))]
         params = [torch.nn.Parameter(p) for p in (*params, plain)]
-        optimizer = AdamW(params, lr=1e-3, seed=1)
-        for p in params[rows == 0 :]:  # an expert without tokens has no gradient
+        experts = [torch.nn.Parameter(plain.clone()) for _ in range(rows % 3)]
+        optimizer = AdamW([{"params": experts}, {"params": params}], lr=1e-3, seed=1)
+        for p in [*experts, *params[rows == 0 :]]:  # an expert without tokens has no gradient
             p.grad = torch.ones_like(p)
         optimizer.step()
         return params[1].to_local(), params[2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -131,9 +130,9 @@ class AdamW(torch.optim.AdamW):
     capturable : bool
         Count steps on the device, so that a CUDA graph can hold the step. Step once before the capture.
     seed : int, optional
-        Round bfloat16 parameters by chance, see `fusebook.adamw_step`. Saved with the state. All processes
-        that have the same gradient of a replica round it by the same bits. Their shards may differ if these are
-        DTensors. Give shards that are plain tensors a separate group.
+        Round bfloat16 parameters by chance, see `fusebook.adamw_step`. Saved with the state. Processes round a replica
+        by the same bits if it is at the same place of the same group, and the same replicas before it in that group
+        have gradients. Shards of DTensors may differ. Give shards that are plain tensors a separate group.
 
     Raises
     ------
@@ -216,10 +215,9 @@ class AdamW(torch.optim.AdamW):
         for group, launch, grads in launches:
             seed = group.get("seed")
             if seed is not None:
-                # The number of the launch would differ in a process that lacks a gradient.
-                before = itertools.takewhile(functools.partial(operator.is_not, group), self.param_groups)
-                place = launch.place + sum(len(other["params"]) for other in before)
-                seed = (_seed(seed) + place * 0x9E3779B1) % 0x7FFFFFFF  # more is not used
+                # The number of the launch would differ in a process that lacks a gradient, or has fewer experts.
+                number = next(i for i, other in enumerate(self.param_groups) if other is group)
+                seed = (_seed(seed) + launch.place * 0x9E3779B1 + number * 0x85EBCA6B) % 0x7FFFFFFF  # more is not used
             self._launch(group, launch, grads, seed, scaling)
         if len(states) != len(self._states):
             self._keys, self._states = [*states], [*states.values()]
@@ -378,11 +376,11 @@ class AdamW(torch.optim.AdamW):
         shared: dict[Any, Tensor] = {}
         for p in params:
             count = self.state[p]["step"]
-            device = p.device if group["capturable"] else torch.device("cpu")
-            placed = count.detach().to(device, torch.float32, copy=True).view(())
             if group["capturable"]:
-                placed = shared.setdefault((device, float(count)), placed)
-            self.state[p]["step"] = placed
+                placed = torch.full((), float(count), dtype=torch.float32, device=p.device)
+                self.state[p]["step"] = shared.setdefault((p.device, float(count)), placed)
+            else:
+                self.state[p]["step"] = count.detach().to("cpu", torch.float32, copy=True).view(())
 
     def state_dict(self) -> dict[str, Any]:
         """The state as of `torch.optim.AdamW`, which counts the steps of each parameter apart.

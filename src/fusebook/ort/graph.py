@@ -1,8 +1,8 @@
 """An ONNX graph as a function of torch tensors: session, IO binding on torch's memory, torch's streams.
 
 Only ONNX Runtime's public API is used. On a CUDA device nothing is copied and nothing waits for the GPU: inputs and
-outputs are bound to the memory of torch tensors. Only inputs on the CPU are copied, and those in pinned memory waited
-for. The graph runs on a side stream of torch, which waits for the current stream, and the current stream for it. On the
+outputs are bound to the memory of torch tensors. Only what is on the CPU is copied, and pinned memory is waited for.
+The graph runs on a side stream of torch, which waits for the current stream, and the current stream for it. On the
 CPU a session has one thread: with more, ONNX Runtime's ScatterND loses updates of repeated indices.
 """
 
@@ -163,7 +163,8 @@ class Graph:
         # rest of a small run.
         self._run.add_run_config_entry("gpu_graph_id", "0")
         try:
-            self.session = ort.InferenceSession(_readable(model), settings, providers=providers)
+            with self._there():
+                self.session = ort.InferenceSession(_readable(model), settings, providers=providers)
         except Exception as error:  # ONNX Runtime has its own classes
             if not any(words in str(error) for words in _OUTSIDE):
                 raise
@@ -187,7 +188,12 @@ class Graph:
         # A captured CUDA graph writes to the same memory in every run.
         captured = str((options or {}).get("enable_cuda_graph")).lower() in ("1", "true")
         self._fixed = captured and self.device.type == "cuda"
-        self._captured: Any = None  # tensors of the captured Bound; kept, because replays write to them
+        # Tensors of the captured Bound, which are kept because replays write to them, and whether it ran.
+        self._captured: dict[str, Any] = {}
+
+    def _there(self) -> Any:
+        """The device of the graph, as ONNX Runtime leaves it as the current one of the thread."""
+        return contextlib.nullcontext() if self.stream is None else torch.cuda.device(self.device)
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -280,6 +286,7 @@ class Bound:
         # captured graph would read the first copies anyway.
         across = [place for place in self._read if graph.stream is not None and place[1] == "cpu"]
         self._pinned = any(self._inputs[name].is_pinned() for name, *_ in across)
+        self._awaited = self._pinned or any(value.is_pinned() for value in self._given.values())
         self._across = [] if copied or graph._fixed else across
         self._idle = [self._another()]
 
@@ -297,7 +304,8 @@ class Bound:
         """A binding, which holds the outputs of one run, and the events around that run."""
         graph = self.graph
         binding = graph.session.io_binding()
-        self._bind(binding, self._read)
+        with graph._there():
+            self._bind(binding, self._read)
         for name in self._computed:
             if name in self._write:
                 binding.bind_output(name, *self._write[name])
@@ -308,16 +316,14 @@ class Bound:
         return binding, *events
 
     def _bind(self, binding: Any, places: Sequence[tuple[Any, ...]]) -> None:
-        device, stream = self.graph.device, self.graph.stream
-        crossing = [place for place in places if place[1] == "cpu"]
-        # ONNX Runtime copies these on the default stream, to memory that earlier runs and their readers may still use.
-        if stream is not None and crossing:
-            for other in (stream, torch.cuda.current_stream(device)):
-                torch.cuda.default_stream(device).wait_stream(other)
+        # ONNX Runtime copies from the CPU on its stream, perhaps to the memory of a dropped result that is still read.
+        copying = self.graph.stream if any(place[1] == "cpu" for place in places) else None
+        if copying is not None:
+            copying.wait_stream(torch.cuda.current_stream(copying.device))
         for place in places:
             binding.bind_input(*place)
-        if crossing and self._pinned:  # its copy is on the way, and the caller may write to it next
-            torch.cuda.synchronize(device)
+        if copying is not None and self._pinned and self.graph._fixed:  # it is not copied again; the caller may write
+            copying.synchronize()
 
     def _allocate(self, binding: Any, name: str) -> None:
         binding.bind_output(name, self.graph.device.type, self.graph.device.index or 0)
@@ -339,9 +345,10 @@ class Bound:
         # A run that meets another, of a thread or of a launcher, has a binding of its own. None waits for the other,
         # which may wait for this one, or be of the process that this one was forked from.
         fixed = self.graph._fixed
-        if fixed and self.graph._captured and self.graph._captured[0] is not self._inputs:
+        # Before the run, as another thread may begin one meanwhile.
+        if fixed and self.graph._captured.setdefault("tensors", (self._inputs, self._given))[0] is not self._inputs:
             raise ValueError(
-                "ort.Graph: expected the bound graph whose run was captured, since a replay uses its tensors, got "
+                "ort.Graph: expected the bound graph that ran first, since a captured CUDA graph uses its tensors, got "
                 "another; call that one, or make another Graph"
             )
         try:
@@ -349,10 +356,12 @@ class Bound:
         except IndexError:
             binding = self._another()
         try:
-            found = self._run(*binding)
-            if fixed:
-                self.graph._captured = self._inputs, self._given
-            return found
+            with self.graph._there():
+                return self._run(*binding)
+        except Exception:
+            if "ran" not in self.graph._captured:
+                self.graph._captured.clear()
+            raise
         finally:
             if not fixed:
                 self._idle.append(binding)
@@ -378,10 +387,11 @@ class Bound:
             graph.stream.wait_event(before)
             try:
                 graph.session.run_with_iobinding(binding, graph._run)
+                graph._captured["ran"] = True
             finally:  # if a node fails, the nodes before it are still queued
                 after.record(graph.stream)
                 current.wait_event(after)
-                if self._pinned:  # ONNX Runtime may copy a pinned input during the run
+                if self._awaited:  # ONNX Runtime copies from and to pinned memory while the run goes on
                     after.synchronize()
         found = dict(self._given)
         if self._fresh:
@@ -436,7 +446,8 @@ def _readable(model: Any) -> Any:
         import onnx_ir
 
         with understood("ort.Graph"):
-            model = onnx_ir.to_proto(model)
+            # Of external weights, a model as bytes names the file only, which the working directory may have, too.
+            model = onnx_ir.to_proto(onnx_ir.external_data.load_to_model(model.clone()))
     if type(model).__name__ != "ModelProto":
         raise TypeError(
             f"ort.Graph: expected a model (onnx.ModelProto, onnx_ir.Model, torch.onnx.ONNXProgram, bytes or a path), "
