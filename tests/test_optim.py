@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from triton.runtime.interpreter import InterpreterBuilder
 
 from fusebook.optim import AdamW
@@ -762,6 +763,24 @@ def test_dtensors_step_their_shards_whatever_the_gradient_is(mesh):
     state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"].full_tensor()
     with pytest.raises(ValueError, match=r"expected exp_avg to be placed .*set_optimizer_state_dict"):
         optimizer.load_state_dict(state)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where kernels compile for a GPU")
+def test_a_gradient_of_another_mesh_is_refused(mesh):
+    plain = torch.nn.Parameter(torch.ones(2))
+    optimizer = AdamW([plain])
+    plain.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with implicit_replication():  # autograd leaves a sum that is apart
+        (plain * distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])).sum().backward()
+        with pytest.raises(TypeError, match="expected a gradient on the mesh of its parameter, None, got one on"):
+            optimizer.step()
+    p = torch.nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+    other = init_device_mesh("cpu", (1,), mesh_dim_names=("other",))
+    p.grad = distribute_tensor(torch.ones(4, 2), other, [Shard(0)])
+    with pytest.raises(TypeError, match="expected a gradient on the mesh of its parameter"):
+        AdamW([p]).step()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where kernels compile for a GPU")

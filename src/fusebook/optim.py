@@ -148,6 +148,8 @@ class AdamW(torch.optim.AdamW):
     scale, and does nothing if one is not finite. Steps are then counted on the device. Unlike torch's step, this one
     leaves gradients scaled, unless ``unscale_`` was called.
 
+    A parameter or gradient of a subclass with memory is taken for the numbers that this memory holds.
+
     Where steps are counted on the device, also after `capturable` is set back, parameters share the tensor ``step`` in
     their states. To change the number of one of them, replace that tensor instead of writing to it. Elsewhere a program
     may do both, but give ``step`` no other memory by ``data`` or ``set_``. A step may replace these tensors, so look
@@ -500,9 +502,14 @@ def _lay(p: Tensor, state: dict[str, Any]) -> bool:
 
 def _gradient(p: Any, local: Tensor) -> Tensor:
     """The gradient of the local part, with its strides, in memory as it is."""
-    g = p.grad
-    if hasattr(p, "to_local") and g.placements != p.placements:  # a sum that is still apart, for example
-        g = g.redistribute(p.device_mesh, p.placements)
+    g, mesh = p.grad, getattr(p, "device_mesh", None)
+    if (got := getattr(g, "device_mesh", None)) != mesh:
+        raise TypeError(
+            f"AdamW: expected a gradient on the mesh of its parameter, {mesh}, got one on {got}; make the parameter a "
+            "DTensor of that mesh, or set full_tensor() of the gradient"
+        )
+    if mesh is not None and g.placements != p.placements:  # a sum that is still apart, for example
+        g = g.redistribute(mesh, p.placements)
     g = _local(g)
     # Autograd leaves a view that negates behind torch.conj, for a parameter of one element.
     if g.layout is torch.strided and (g.stride() != local.stride() or g.is_neg()):
