@@ -325,6 +325,12 @@ def test_each_run_of_a_binding_has_outputs_of_its_own(device):
     assert bound()["y"].tolist() == [[2, 3]] and first.tolist() == [[0, 2, 3]]
 
 
+@pytest.mark.parametrize("name", ["device_id", "user_compute_stream", "has_user_compute_stream"])
+def test_options_of_the_device_and_stream_are_refused(name):
+    with pytest.raises(ValueError, match=f"expected options without {name}, .*; leave it out"):
+        Graph(matmul(), options={name: "1"})
+
+
 def test_an_option_of_cuda_changes_nothing_on_the_cpu():
     proto = one_node("Neg", {"x": torch.float32}, {"y": torch.float32}, domain="")
     graph = Graph(proto, device="cpu", options={"enable_cuda_graph": "1"})

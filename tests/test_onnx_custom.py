@@ -377,6 +377,20 @@ def test_a_run_that_fails_is_waited_for_too():
     assert not wrong
 
 
+@pytest.mark.skipif(not CUDA or torch.cuda.device_count() < 2, reason="needs two CUDA devices and onnxruntime-gpu")
+def test_an_operator_whose_inputs_are_on_the_host_runs_on_the_device_of_its_graph():
+    seen, kinds = [], ({"n": torch.int64}, {"y": torch.float32})
+
+    def launcher(n, out):
+        seen.append((torch.cuda.current_device(), out.device.index, torch.cuda.current_stream().cuda_stream))
+        out.fill_(int(n))
+
+    op = custom_op("FromHost", launcher, *kinds, lambda n: (3,), host=["n"])
+    g = graph(op, "cuda:1", *kinds)
+    assert g({"n": torch.tensor([5])})["y"].tolist() == [5.0] * 3
+    assert seen == [(1, 1, g.stream.cuda_stream)]
+
+
 def test_a_callback_that_fails_where_nothing_is_caught_is_an_error(device, monkeypatch):
     """As by Ctrl-C outside of the function's own code."""
     g = graph(unary(launcher=lambda x, out: 1 // 0), device)

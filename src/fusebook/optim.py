@@ -148,7 +148,7 @@ class AdamW(torch.optim.AdamW):
     scale, and does nothing if one is not finite. Steps are then counted on the device. Unlike torch's step, this one
     leaves gradients scaled, unless ``unscale_`` was called.
 
-    A parameter or gradient of a subclass with memory is taken for the numbers that this memory holds.
+    A parameter or gradient of a subclass that has memory is taken for the numbers in it.
 
     Where steps are counted on the device, also after `capturable` is set back, parameters share the tensor ``step`` in
     their states. To change the number of one of them, replace that tensor instead of writing to it. Elsewhere a program

@@ -718,8 +718,8 @@ def adamw_step(
 
     Notes
     -----
-    Tensors on meta are checked, and nothing is computed. A tensor of a subclass is taken for the numbers that its memory
-    holds.
+    Tensors on meta are checked, and nothing is computed. A tensor of a subclass is taken for the numbers in its
+    memory.
 
     Autograd does not see a step: a derivative with respect to what a parameter, or `lr`, was computed from takes the
     new values for given. To differentiate through steps, write them in operations of PyTorch.

@@ -73,8 +73,8 @@ class Graph:
     ops : sequence of CustomOp
         Operators whose kernels are Python functions, see `custom_op`.
     options : mapping of str to str, optional
-        Further options of the CUDA provider. With ``{"enable_cuda_graph": "1"}``, runs of one `Bound` are captured and
-        replayed. A second `Bound` of the same graph is refused.
+        Further options of the CUDA provider, without its device and stream. With ``{"enable_cuda_graph": "1"}``, runs
+        of one `Bound` are captured and replayed. A second `Bound` of the same graph is refused.
 
     Raises
     ------
@@ -135,6 +135,11 @@ class Graph:
             raise TypeError(f"ort.Graph: expected ops to be a list of operators, got {got}; put them in a list")
         if not isinstance(options, Mapping) and options is not None:
             raise TypeError(f"ort.Graph: expected options to map names to text, got {options!r}; pass a dict")
+        if taken := {"device_id", "user_compute_stream", "has_user_compute_stream"} & {*(options or ())}:
+            raise ValueError(
+                f"ort.Graph: expected options without {taken.pop()}, which follows from device and from torch's stream; "
+                "leave it out"
+            )
         flag("ort.Graph", "tf32", tf32)
         register(settings, *ops)
         self.stream: torch.cuda.Stream | None = None

@@ -47,6 +47,7 @@ typedef struct CustomOp {
 
 enum { ORT_FAIL = 1, ORT_INVALID_ARGUMENT = 2, ORT_NOT_IMPLEMENTED = 9 };
 enum { REQUIRED = 0, OPTIONAL = 1 };
+enum { CUDA_RESOURCES = 3, CUDA_DEVICE = 10004 };
 enum { MEMORY_OF_PROVIDER = 0, MEMORY_OF_HOST = -2 };
 enum { FLOAT32 = 1, UINT8 = 2, INT8 = 3, INT16 = 5, INT32 = 6, INT64 = 7, BOOL = 9, FLOAT16 = 10, FLOAT64 = 11,
        BFLOAT16 = 16 };
@@ -73,6 +74,7 @@ enum { FLOAT32 = 1, UINT8 = 2, INT8 = 3, INT16 = 5, INT32 = 6, INT64 = 7, BOOL =
 #define KernelInfoGetAttributeArray_int64(api) ((Status(*)(const void *, const char *, int64_t *, size_t *))(api)[163])
 #define KernelContext_GetGPUComputeStream(api) ((Status(*)(const void *, void **))(api)[193])
 #define GetTensorMemoryInfo(api) ((Status(*)(const void *, const void **))(api)[194])
+#define KernelContext_GetResource(api) ((Status(*)(const void *, int, int, void **))(api)[265])
 
 /* The shape, type and address of a tensor. */
 enum { MOST_AXES = 16 };

@@ -152,13 +152,17 @@ static Status compute_kernel(void *pointer, void *context) {
   const Kernel *kernel = pointer;
   Api api = kernel->api;
   char message[MESSAGE] = "";
-  void *stream = NULL;
+  void *stream = NULL, *device = NULL;
   Running running = {kernel, context, kernel->op->cuda ? 0 : -1, NULL};
   Status status = NULL;
   size_t given = 0;
 
   if (!compute) return CreateStatus(api)(ORT_FAIL, "fusebook: Python has ended, and its functions with it");
-  if (kernel->op->cuda && (status = KernelContext_GetGPUComputeStream(api)(context, &stream))) return status;
+  if (kernel->op->cuda) { /* all inputs may be on the host */
+    if ((status = KernelContext_GetGPUComputeStream(api)(context, &stream))) return status;
+    if ((status = KernelContext_GetResource(api)(context, CUDA_RESOURCES, CUDA_DEVICE, &device))) return status;
+    running.device = (int)(intptr_t)device;
+  }
   if ((status = KernelContext_GetInputCount(api)(context, &given))) return status;
   int gil = PyGILState_Ensure(), done = 0;
   Object *inputs = PyTuple_New((ptrdiff_t)kernel->op->inputs);
