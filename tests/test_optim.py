@@ -765,6 +765,18 @@ def test_dtensors_step_their_shards_whatever_the_gradient_is(mesh):
         optimizer.load_state_dict(state)
 
 
+def test_groups_that_are_replaced_leave_nothing_behind(device):
+    params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
+    optimizer, replaced = AdamW(params), []
+    for p in params:
+        p.grad = torch.ones_like(p)
+    for _ in range(20):
+        optimizer.step()
+        replaced.append(optimizer.param_groups[0])
+        optimizer.param_groups[0] = {**replaced[-1]}
+    assert len(optimizer._kept) <= 2
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where kernels compile for a GPU")
 def test_a_gradient_of_another_mesh_is_refused(mesh):
     plain = torch.nn.Parameter(torch.ones(2))
@@ -781,6 +793,23 @@ def test_a_gradient_of_another_mesh_is_refused(mesh):
     p.grad = distribute_tensor(torch.ones(4, 2), other, [Shard(0)])
     with pytest.raises(TypeError, match="expected a gradient on the mesh of its parameter"):
         AdamW([p]).step()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where kernels compile for a GPU")
+def test_gradients_are_summed_in_the_order_of_the_group(mesh, monkeypatch):
+    """A plain parameter that lacks a gradient on one rank makes other launches there."""
+    order, redistribute = [], DTensor.redistribute
+    monkeypatch.setattr(DTensor, "redistribute", lambda t, *a: order.append(t.numel()) or redistribute(t, *a))
+    plain = torch.nn.Parameter(torch.zeros(4))
+    first, second = (torch.nn.Parameter(distribute_tensor(torch.zeros(n), mesh, [Replicate()])) for n in (2, 3))
+    optimizer = AdamW([plain, first, second])
+    for stepped in ([first], [plain, first, second]):
+        order.clear()
+        for p in stepped:
+            g = torch.ones(p.shape)
+            p.grad = g if p is plain else DTensor.from_local(g, mesh, [Partial()])
+        optimizer.step()
+    assert order == [2, 3]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where kernels compile for a GPU")

@@ -321,8 +321,12 @@ class AdamW(torch.optim.AdamW):
             launch.count_by(launch.count)
             taken.add(id(launch.count))
         dtypes = [p.dtype for p in group["params"]]
+        if len(self._kept) > len(self.param_groups):  # of groups that a program has replaced
+            self._kept.clear()
         self._kept[id(group)] = _Kept([*group["params"]], left, group.get("seed"), dtypes, launches)
-        return [(launch, [p.grad for p in launch.params]) for launch in launches]
+        # Collectives are in the order of the group, since ranks may have other launches.
+        grads = {id(p): _reduced(p) for p in params}
+        return [(launch, [grads[id(p)] for p in launch.params]) for launch in launches]
 
     def _launch(
         self, group: dict[str, Any], launch: _Launch, grads: Any, seed: int | None, scaling: dict[str, Any]
@@ -339,7 +343,7 @@ class AdamW(torch.optim.AdamW):
             whole = [*params, *(t for of in lists for t in of)]
             lists = [[*map(_local, of)] for of in lists]
             params = [*map(_local, params)]
-            grads = [_gradient(p, local) for p, local in zip(launch.params, params, strict=True)]
+            grads = [_gradient(g, local) for g, local in zip(grads, params, strict=True)]
             as_they_are = _same(params, launch.params) and _same(grads, given)
         beta1, beta2 = [b.item() if isinstance(b, Tensor) and b.numel() == 1 else b for b in (beta1, beta2)]
         lr, device = group["lr"], params[0].device
@@ -500,16 +504,20 @@ def _lay(p: Tensor, state: dict[str, Any]) -> bool:
     return bool(apart) and all(_local(state[key]).stride() == strides for key in apart)
 
 
-def _gradient(p: Any, local: Tensor) -> Tensor:
-    """The gradient of the local part, with its strides, in memory as it is."""
+def _reduced(p: Any) -> Any:
+    """The gradient, placed as the parameter."""
     g, mesh = p.grad, getattr(p, "device_mesh", None)
     if (got := getattr(g, "device_mesh", None)) != mesh:
         raise TypeError(
             f"AdamW: expected a gradient on the mesh of its parameter, {mesh}, got one on {got}; make the parameter a "
             "DTensor of that mesh, or set full_tensor() of the gradient"
         )
-    if mesh is not None and g.placements != p.placements:  # a sum that is still apart, for example
-        g = g.redistribute(mesh, p.placements)
+    # Otherwise it is a sum that is still apart, for example.
+    return g if mesh is None or g.placements == p.placements else g.redistribute(mesh, p.placements)
+
+
+def _gradient(g: Any, local: Tensor) -> Tensor:
+    """The local part of a gradient, with the strides of the parameter's, in memory as it is."""
     g = _local(g)
     # Autograd leaves a view that negates behind torch.conj, for a parameter of one element.
     if g.layout is torch.strided and (g.stride() != local.stride() or g.is_neg()):

@@ -995,7 +995,8 @@ def embedding_backward(
     rows : int
         The number of rows of the table.
     padding_idx : int, optional
-        A row that gets no gradient. A negative one counts from the end, as in ``torch.nn.functional.embedding``.
+        A row that gets no gradient. A negative one counts from the end, as in ``torch.nn.functional.embedding``; give
+        none to an export with a dynamic number of rows, since it becomes a constant there.
     check, strategy
         As in `scatter_nd_of_shape`.
 

@@ -709,6 +709,9 @@ def custom_op(
     ``weakref.ref`` in the launcher. While ONNX Runtime captures a CUDA graph, what it allocates is kept for as long as
     the session; the graph is then replayed without calling it.
 
+    ONNX Runtime keeps pointers to the description of an operator, so some KiB stay until the process ends. Make an
+    operator once, not for each session.
+
     Examples
     --------
     >>> def twice(x, out):

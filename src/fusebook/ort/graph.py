@@ -9,6 +9,7 @@ CPU a session has one thread: with more, ONNX Runtime's ScatterND loses updates 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -137,8 +138,7 @@ class Graph:
             raise TypeError(f"ort.Graph: expected options to map names to text, got {options!r}; pass a dict")
         if taken := {"device_id", "user_compute_stream", "has_user_compute_stream"} & {*(options or ())}:
             raise ValueError(
-                f"ort.Graph: expected options without {taken.pop()}, which follows from device and from torch's stream; "
-                "leave it out"
+                f"ort.Graph: expected options without {taken.pop()}, which Graph sets by device; leave it out"
             )
         flag("ort.Graph", "tf32", tf32)
         register(settings, *ops)
@@ -290,8 +290,10 @@ class Bound:
         # ONNX Runtime copies these to the GPU when they are bound: for each run again, but for the one of `copied`. A
         # captured graph would read the first copies anyway.
         across = [place for place in self._read if graph.stream is not None and place[1] == "cpu"]
-        self._pinned = any(self._inputs[name].is_pinned() for name, *_ in across)
-        self._awaited = self._pinned or any(value.is_pinned() for value in self._given.values())
+        self._pinned = graph.stream is not None and any(
+            value.device.type == "cpu" and value.is_pinned()
+            for value in (*self._inputs.values(), *self._given.values())
+        )
         self._across = [] if copied or graph._fixed else across
         self._idle = [self._another()]
 
@@ -396,7 +398,7 @@ class Bound:
             finally:  # if a node fails, the nodes before it are still queued
                 after.record(graph.stream)
                 current.wait_event(after)
-                if self._awaited:  # ONNX Runtime copies from and to pinned memory while the run goes on
+                if self._pinned:  # ONNX Runtime copies from and to pinned memory while the run goes on
                     after.synchronize()
         found = dict(self._given)
         if self._fresh:
@@ -451,8 +453,13 @@ def _readable(model: Any) -> Any:
         import onnx_ir
 
         with understood("ort.Graph"):
-            # Of external weights, a model as bytes names the file only, which the working directory may have, too.
-            model = onnx_ir.to_proto(onnx_ir.external_data.load_to_model(model.clone()))
+            folders = {folder for part in (model.graph, *model.functions.values()) for folder in _folders(part)}
+            model = onnx_ir.to_proto(model)
+            # ONNX Runtime would look for their files in the working directory, which may have others of these names.
+            for folder in folders:
+                if len(folders) > 1:
+                    raise ValueError(f"its weights are in several folders, {', '.join(sorted(folders))}")
+                importlib.import_module("onnx").load_external_data_for_model(model, folder)
     if type(model).__name__ != "ModelProto":
         raise TypeError(
             f"ort.Graph: expected a model (onnx.ModelProto, onnx_ir.Model, torch.onnx.ONNXProgram, bytes or a path), "
@@ -465,6 +472,19 @@ def _readable(model: Any) -> Any:
             f"ort.Graph: expected a model of less than 2 GiB, got one that cannot be serialised ({error}); save its "
             "weights as external data and pass the path"
         ) from error
+
+
+def _folders(part: Any) -> Iterator[str]:
+    """The folders of the files in which a graph or function of onnx_ir has tensors."""
+    import onnx_ir
+
+    attributes = (getattr(a, "value", None) for node in part for a in node.attributes.values())
+    values = [v for value in attributes for v in (value if isinstance(value, (list, tuple)) else [value])]
+    for value in (*values, *(v.const_value for v in getattr(part, "initializers", {}).values())):
+        if isinstance(value, onnx_ir.ExternalTensor):
+            yield os.fspath(value.base_dir)
+        elif isinstance(value, onnx_ir.Graph):
+            yield from _folders(value)
 
 
 def _tensors(what: str, nodes: Sequence[Any]) -> dict[str, str]:
