@@ -778,7 +778,7 @@ def test_groups_that_are_replaced_leave_nothing_behind(device):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where kernels compile for a GPU")
-def test_a_gradient_of_another_mesh_is_refused(mesh):
+def test_a_gradient_of_another_mesh_and_a_partial_parameter_are_refused(mesh):
     plain = torch.nn.Parameter(torch.ones(2))
     optimizer = AdamW([plain])
     plain.sum().backward()
@@ -792,6 +792,10 @@ def test_a_gradient_of_another_mesh_is_refused(mesh):
     other = init_device_mesh("cpu", (1,), mesh_dim_names=("other",))
     p.grad = distribute_tensor(torch.ones(4, 2), other, [Shard(0)])
     with pytest.raises(TypeError, match="expected a gradient on the mesh of its parameter"):
+        AdamW([p]).step()
+    p = torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
+    p.grad = torch.ones_like(p)
+    with pytest.raises(TypeError, match="expected no parameter of partial sums"):
         AdamW([p]).step()
 
 

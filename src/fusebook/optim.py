@@ -512,6 +512,8 @@ def _reduced(p: Any) -> Any:
             f"AdamW: expected a gradient on the mesh of its parameter, {mesh}, got one on {got}; make the parameter a "
             "DTensor of that mesh, or set full_tensor() of the gradient"
         )
+    if mesh is not None and any(placement.is_partial() for placement in p.placements):
+        raise TypeError(f"AdamW: expected no parameter of partial sums, got {p.placements}; redistribute it first")
     # Otherwise it is a sum that is still apart, for example.
     return g if mesh is None or g.placements == p.placements else g.redistribute(mesh, p.placements)
 
