@@ -1682,6 +1682,9 @@ def cross_entropy(
     more, or none with `inplace`. A second backward pass computes it again. In float16, where most gradients are no
     normal numbers before the loss is scaled, as `torch.amp.GradScaler` does, it is found in the backward pass.
 
+    Go back once only under torch's compiled autograd. It forgets that there was a backward pass, so another one with
+    ``retain_graph=True`` returns wrong gradients.
+
     Examples
     --------
     >>> import fusebook, torch
@@ -1908,6 +1911,8 @@ def linear_cross_entropy(
     reduction, and in float16, where the loss is scaled first. In float16, logits of one
     chunk are kept for the first backward pass, unless they take more memory than `hidden` and `head`, or `rows` is
     given.
+
+    Go back once only under torch's compiled autograd, as with `cross_entropy`.
 
     Examples
     --------
