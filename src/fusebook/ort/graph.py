@@ -55,6 +55,10 @@ _NUMBERS = _ELEMENTS | {
 }
 #: What ONNX Runtime says of weights in another file that it does not find, or that is too short.
 _OUTSIDE = ("External data", "External initializer", "model_path must not be empty")
+_WEIGHTS = (
+    "ort.Graph: expected weights within the model, or in files beside its path, got {}; pass the path, or load them "
+    "with onnx.load or onnx_ir.external_data.load_to_model"
+)
 
 
 class Graph:
@@ -173,11 +177,7 @@ class Graph:
         except Exception as error:  # ONNX Runtime has its own classes
             if not any(words in str(error) for words in _OUTSIDE):
                 raise
-            raise ValueError(
-                "ort.Graph: expected weights within the model, or in files beside its path, got "
-                f"{str(error).strip()}; pass the path, or load them with onnx.load or "
-                "onnx_ir.external_data.load_to_model"
-            ) from error
+            raise ValueError(_WEIGHTS.format(str(error).strip())) from error
         if self.stream is not None and "CUDAExecutionProvider" not in self.session.get_providers():
             raise RuntimeError(
                 "ort.Graph: ONNX Runtime could not load its CUDA provider and fell back to the CPU; check that its "
@@ -453,13 +453,17 @@ def _readable(model: Any) -> Any:
         import onnx_ir
 
         with understood("ort.Graph"):
-            folders = {folder for part in (model.graph, *model.functions.values()) for folder in _folders(part)}
+            folders = {*_folders(model.graph)}
+            inside = any(True for function in model.functions.values() for _ in _folders(function))
             model = onnx_ir.to_proto(model)
-            # ONNX Runtime would look for their files in the working directory, which may have others of these names.
+        # ONNX Runtime would look for their files in the working directory, which may have others of these names.
+        try:
+            if inside or len(folders) > 1:
+                raise ValueError("some in files of several folders, or in functions")
             for folder in folders:
-                if len(folders) > 1:
-                    raise ValueError(f"its weights are in several folders, {', '.join(sorted(folders))}")
                 importlib.import_module("onnx").load_external_data_for_model(model, folder)
+        except Exception as error:  # onnx has its own classes
+            raise ValueError(_WEIGHTS.format(error)) from error
     if type(model).__name__ != "ModelProto":
         raise TypeError(
             f"ort.Graph: expected a model (onnx.ModelProto, onnx_ir.Model, torch.onnx.ONNXProgram, bytes or a path), "
