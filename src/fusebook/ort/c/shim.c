@@ -158,10 +158,12 @@ static Status compute_kernel(void *pointer, void *context) {
   size_t given = 0;
 
   if (!compute) return CreateStatus(api)(ORT_FAIL, "fusebook: Python has ended, and its functions with it");
-  if (kernel->op->cuda) { /* all inputs may be on the host */
+  if (kernel->op->cuda) {
     if ((status = KernelContext_GetGPUComputeStream(api)(context, &stream))) return status;
-    if ((status = KernelContext_GetResource(api)(context, CUDA_RESOURCES, CUDA_DEVICE, &device))) return status;
+    /* All inputs may be on the host. Some versions say that there is no device where it is number 0. */
+    if ((status = KernelContext_GetResource(api)(context, CUDA_RESOURCES, CUDA_DEVICE, &device))) ReleaseStatus(api)(status);
     running.device = (int)(intptr_t)device;
+    status = NULL;
   }
   if ((status = KernelContext_GetInputCount(api)(context, &given))) return status;
   int gil = PyGILState_Ensure(), done = 0;
