@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
@@ -832,6 +832,23 @@ def test_replicas_are_rounded_by_the_same_bits_whatever_shards_a_rank_has(mesh):
     (replica, plain), *others = map(stepped, (1024, 1033, 0))
     assert len(replica.unique()) == 2
     assert all(torch.equal(replica, other) and torch.equal(plain, own) for other, own in others)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where kernels compile for a GPU")
+def test_shards_of_another_mesh_leave_the_bits_of_a_shard_alone(mesh):
+    meshes = [DeviceMesh("cpu", [0, other], _init_backend=False) for other in (1, 2)]
+    assert str(meshes[0]) == str(meshes[1]) and meshes[0] != meshes[1]
+
+    def stepped(rows):
+        tensors = (torch.ones(n, 64, dtype=torch.bfloat16) for n in (rows, 16))
+        params = [DTensor.from_local(t, m, [Shard(0)]) for t, m in zip(tensors, meshes, strict=True)]
+        params = [torch.nn.Parameter(p) for p in params]
+        for p in params:
+            p.grad = torch.ones_like(p)
+        AdamW(params, lr=1e-3, seed=1).step()
+        return params[1].to_local()
+
+    assert torch.equal(stepped(1024), stepped(1033))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where kernels compile for a GPU")

@@ -294,7 +294,7 @@ class AdamW(torch.optim.AdamW):
                 apart = group["capturable"] or count.device.type != "cpu"
                 known[id(count)] = id(count) if apart else _done(count)
             # Random bits follow the place in a launch. So shards, whose sizes differ by rank, do not precede replicas.
-            rounded = group.get("seed") is not None and p.dtype == torch.bfloat16 and str(_placed(p))
+            rounded = group.get("seed") is not None and p.dtype == torch.bfloat16 and _placed(p)
             found.setdefault((known[id(count)], p.device, rounded), []).append(p)
         launches = []
         stepped = {*map(id, params)}
