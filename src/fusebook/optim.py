@@ -130,9 +130,10 @@ class AdamW(torch.optim.AdamW):
     capturable : bool
         Count steps on the device, so that a CUDA graph can hold the step. Step once before the capture.
     seed : int, optional
-        Round bfloat16 parameters by chance, see `fusebook.adamw_step`. Saved with the state. Processes round a replica
-        by the same bits if it is at the same place of the same group, and the same replicas before it in that group
-        have gradients. Shards of DTensors may differ. Give shards that are plain tensors a separate group.
+        Round bfloat16 parameters by chance, see `fusebook.adamw_step`. Saved with the state. After a state without
+        seeds, such as torch's, all groups have this one. Processes round a replica by the same bits if it is at the
+        same place of the same group, and the same replicas before it in that group have gradients. Shards of DTensors
+        may differ. Give shards that are plain tensors a separate group.
 
     Raises
     ------
