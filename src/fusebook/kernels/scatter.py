@@ -995,8 +995,8 @@ def embedding_backward(
     rows : int
         The number of rows of the table.
     padding_idx : int, optional
-        A row that gets no gradient. A negative one counts from the end, as in ``torch.nn.functional.embedding``; give
-        none to an export with a dynamic number of rows, since it becomes a constant there.
+        A row that gets no gradient. A negative one counts from the end, as in ``torch.nn.functional.embedding``. An
+        export makes a constant of it, so give one from 0 up if the number of rows is dynamic.
     check, strategy
         As in `scatter_nd_of_shape`.
 
