@@ -198,7 +198,8 @@ class Graph:
 
     def _there(self) -> Any:
         """The device of the graph, as ONNX Runtime leaves it as the current one of the thread."""
-        return contextlib.nullcontext() if self.stream is None else torch.cuda.device(self.device)
+        here = self.stream is None or torch.cuda.current_device() == self.device.index
+        return contextlib.nullcontext() if here else torch.cuda.device(self.device)
 
     def __reduce__(self) -> Any:
         raise TypeError(
