@@ -214,13 +214,13 @@ class AdamW(torch.optim.AdamW):
             self._forget()
         capturing = _capturing()
         # Each group is looked at after the one before is stepped, which may have counted a step of the same parameter.
-        launches = ((group, *made) for group in self.param_groups for made in self._launches(group, capturing))
-        for group, launch, grads in launches:
+        groups = enumerate(self.param_groups)
+        launches = ((i, group, *made) for i, group in groups for made in self._launches(group, capturing))
+        for i, group, launch, grads in launches:
             seed = group.get("seed")
             if seed is not None:
                 # The number of the launch would differ in a process that lacks a gradient, or has fewer experts.
-                number = next(i for i, other in enumerate(self.param_groups) if other is group)
-                seed = (_seed(seed) + launch.place * 0x9E3779B1 + number * 0x85EBCA6B) % 0x7FFFFFFF  # more is not used
+                seed = (_seed(seed) + launch.place * 0x9E3779B1 + i * 0x85EBCA6B) % 0x7FFFFFFF  # more is not used
             self._launch(group, launch, grads, seed, scaling)
         if len(states) != len(self._states):
             self._keys, self._states = [*states], [*states.values()]

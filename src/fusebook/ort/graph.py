@@ -9,7 +9,6 @@ CPU a session has one thread: with more, ONNX Runtime's ScatterND loses updates 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -451,6 +450,7 @@ def _readable(model: Any) -> Any:
         return path
     model = getattr(model, "model_proto", model)  # of torch.onnx.ONNXProgram
     if type(model).__module__.partition(".")[0] == "onnx_ir" and type(model).__name__ == "Model":
+        import onnx
         import onnx_ir
 
         with understood("ort.Graph"):
@@ -462,7 +462,7 @@ def _readable(model: Any) -> Any:
             if inside or len(folders) > 1:
                 raise ValueError("some in files of several folders, or in functions")
             for folder in folders:
-                importlib.import_module("onnx").load_external_data_for_model(model, folder)
+                onnx.load_external_data_for_model(model, folder)
         except Exception as error:  # onnx has its own classes
             raise ValueError(_WEIGHTS.format(error)) from error
     if type(model).__name__ != "ModelProto":
