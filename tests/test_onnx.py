@@ -250,7 +250,8 @@ def test_weights_in_another_file_are_found_beside_the_path(tmp_path, monkeypatch
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     pathlib.Path("w.bin").write_bytes((w + 1).tobytes())  # of another model
-    for given in (path, onnx.load(path), ir.load(path), export.fuse(ir.load(path))):
+    program = torch.onnx.ONNXProgram(ir.load(path), None)
+    for given in (path, onnx.load(path), ir.load(path), export.fuse(ir.load(path)), program):
         assert Graph(given, device="cpu")({"x": x})["y"].tolist() == w.tolist()
     (tmp_path / "short.onnx").write_bytes(path.read_bytes().replace(b"w.bin", b"s.bin"))
     (tmp_path / "s.bin").write_bytes(b"short")

@@ -70,7 +70,7 @@ def alone(model: Any, library: str | os.PathLike[str], provider: str = "CUDAExec
     with tempfile.NamedTemporaryFile(suffix=".onnx") as file:
         file.write(model.SerializeToString())
         file.flush()
-        command = [sys.executable, "-P", "-c", _SCRIPT, os.fspath(library), file.name, provider]
+        command = [sys.executable, "-P", "-c", _SCRIPT, os.path.abspath(library), file.name, provider]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     if done.returncode:
         raise RuntimeError(f"fusebook.ort: {(done.stderr.strip().splitlines() or ['the process died'])[-1]}")

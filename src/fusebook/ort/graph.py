@@ -66,6 +66,7 @@ class Graph:
     Parameters
     ----------
     model : onnx.ModelProto, onnx_ir.Model, torch.onnx.ONNXProgram, bytes or path
+        Weights that an onnx_ir.Model has in files are read from these now.
     device : str or torch.device, optional
         CUDA where there is a GPU, else the CPU.
     tf32 : bool, default False
@@ -448,7 +449,7 @@ def _readable(model: Any) -> Any:
                 "the file's bytes"
             )
         return path
-    model = getattr(model, "model_proto", model)  # of torch.onnx.ONNXProgram
+    model = model.model if type(model).__name__ == "ONNXProgram" else model
     if type(model).__module__.partition(".")[0] == "onnx_ir" and type(model).__name__ == "Model":
         import onnx
         import onnx_ir
