@@ -262,6 +262,20 @@ def test_weights_in_another_file_are_found_beside_the_path(tmp_path, monkeypatch
             Graph(given, device="cpu")
 
 
+def test_weights_whose_file_was_written_again_are_refused(tmp_path):
+    """By onnx_ir, whose tensors have the places that they had in the old file."""
+    ir = pytest.importorskip("onnx_ir")
+    proto = one_node("Add", {"x": torch.float32, "w": torch.float32}, {"y": torch.float32}, domain="")
+    del proto.graph.input[1]
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(300, np.float32), "w"))
+    path = tmp_path / "g.onnx"
+    onnx.save(proto, path, save_as_external_data=True, location="w.bin", size_threshold=0)
+    loaded = ir.load(path)
+    ir.save(loaded, path, external_data="w.bin")
+    with pytest.raises(ValueError, match="expected weights within the model"):
+        Graph(loaded, device="cpu")
+
+
 @pytest.mark.parametrize("place", ["graph", "branch"])
 def test_constants_in_another_file_are_those_of_the_model(tmp_path, monkeypatch, place):
     ir = pytest.importorskip("onnx_ir")
@@ -287,7 +301,9 @@ def test_constants_in_another_file_are_those_of_the_model(tmp_path, monkeypatch,
         other.remove(node := other[0])
         function = ir.Function("own", "F", graph=ir.Graph([], [], nodes=[node], opset_imports={"": 18}), attributes=())
         loaded.functions[function.identifier()] = function
-        with pytest.raises(ValueError, match="expected weights within the model.* in functions; pass the path"):
+        with pytest.raises(
+            ValueError, match="expected weights within the model.*of functions in files.*; pass the path"
+        ):
             Graph(loaded, device="cpu")
 
 

@@ -507,8 +507,9 @@ def _lay(p: Tensor, state: dict[str, Any]) -> bool:
 
 def _reduced(p: Any) -> Any:
     """The gradient, placed as the parameter."""
-    g, mesh = p.grad, getattr(p, "device_mesh", None)
-    if (got := getattr(g, "device_mesh", None)) != mesh:
+    g = p.grad
+    mesh, got = (t.device_mesh if hasattr(t, "to_local") else None for t in (p, g))
+    if got != mesh:
         raise TypeError(
             f"AdamW: expected a gradient on the mesh of its parameter, {mesh}, got one on {got}; make the parameter a "
             "DTensor of that mesh, or set full_tensor() of the gradient"

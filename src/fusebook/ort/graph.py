@@ -66,7 +66,7 @@ class Graph:
     Parameters
     ----------
     model : onnx.ModelProto, onnx_ir.Model, torch.onnx.ONNXProgram, bytes or path
-        Weights that an onnx_ir.Model has in files are read from these now.
+        Weights that an onnx_ir.Model has in files are read from there.
     device : str or torch.device, optional
         CUDA where there is a GPU, else the CPU.
     tf32 : bool, default False
@@ -451,21 +451,22 @@ def _readable(model: Any) -> Any:
         return path
     model = model.model if type(model).__name__ == "ONNXProgram" else model
     if type(model).__module__.partition(".")[0] == "onnx_ir" and type(model).__name__ == "Model":
-        import onnx
         import onnx_ir
 
         with understood("ort.Graph"):
-            folders = {*_folders(model.graph)}
-            inside = any(True for function in model.functions.values() for _ in _folders(function))
-            model = onnx_ir.to_proto(model)
+            proto = onnx_ir.to_proto(model)
         # ONNX Runtime would look for their files in the working directory, which may have others of these names.
         try:
-            if inside or len(folders) > 1:
-                raise ValueError("some in files of several folders, or in functions")
-            for folder in folders:
-                onnx.load_external_data_for_model(model, folder)
-        except Exception as error:  # onnx has its own classes
+            parts = zip(model.functions.values(), proto.functions, strict=True)
+            if any(True for function, made in parts for _ in _outside(function, made)):
+                raise ValueError("some of functions in files, whose folder onnx_ir does not know")
+            for tensor, made in _outside(model.graph, proto.graph):
+                name, (loaded,) = made.name, onnx_ir.external_data.convert_tensors_from_external([tensor])
+                made.CopyFrom(onnx_ir.to_proto(loaded))
+                made.name = name
+        except Exception as error:  # of onnx_ir
             raise ValueError(_WEIGHTS.format(error)) from error
+        model = proto
     if type(model).__name__ != "ModelProto":
         raise TypeError(
             f"ort.Graph: expected a model (onnx.ModelProto, onnx_ir.Model, torch.onnx.ONNXProgram, bytes or a path), "
@@ -480,17 +481,26 @@ def _readable(model: Any) -> Any:
         ) from error
 
 
-def _folders(part: Any) -> Iterator[str]:
-    """The folders of the files in which a graph or function of onnx_ir has tensors."""
+def _outside(part: Any, proto: Any) -> Iterator[tuple[Any, Any]]:
+    """The tensors that a graph or function of onnx_ir has in files, and those of its protocol buffer for them."""
     import onnx_ir
 
-    attributes = (getattr(a, "value", None) for node in part for a in node.attributes.values())
-    values = [v for value in attributes for v in (value if isinstance(value, (list, tuple)) else [value])]
-    for value in (*values, *(v.const_value for v in getattr(part, "initializers", {}).values())):
+    weights = getattr(part, "initializers", {})
+    pairs = [
+        (weights[made.name].const_value, made) for made in getattr(proto, "initializer", ()) if made.name in weights
+    ]
+    for node, of in zip(part, proto.node, strict=True):
+        for made in of.attribute:
+            value = getattr(node.attributes[made.name], "value", None)
+            values = value if isinstance(value, (list, tuple)) else [value]
+            pairs += zip(
+                values, [*made.tensors, *made.graphs] or [made.t if made.HasField("t") else made.g], strict=False
+            )
+    for value, made in pairs:
         if isinstance(value, onnx_ir.ExternalTensor):
-            yield os.fspath(value.base_dir)
+            yield value, made
         elif isinstance(value, onnx_ir.Graph):
-            yield from _folders(value)
+            yield from _outside(value, made)
 
 
 def _tensors(what: str, nodes: Sequence[Any]) -> dict[str, str]:
