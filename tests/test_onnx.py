@@ -118,6 +118,19 @@ def test_inputs_on_the_cpu_wait_for_readers_of_dropped_results():
         assert [int((y != -1).any()) for y in seen] == [0] * 4
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_graph_runs_once_and_reads_the_cpu_when_it_is_bound():
+    usable("cuda")
+    f = torch.float32
+    proto = model([oh.make_node("Add", ["x", "b"], ["y"])], {"x": f, "b": f}, {"y": f, "b": f})
+    x, b = torch.zeros(4, device="cuda"), torch.ones(4)
+    run = Graph(proto, options={"enable_cuda_graph": "1"}).bind({"x": x, "b": b}, {"y": x})
+    b.fill_(7)
+    for i in range(1, 4):
+        assert run()["b"].tolist() == [1.0] * 4
+        assert x.tolist() == [float(i)] * 4  # a state that each run updates
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_the_current_device_stays():
     usable("cuda")
@@ -251,8 +264,10 @@ def test_weights_in_another_file_are_found_beside_the_path(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path / "here")
     pathlib.Path("w.bin").write_bytes((w + 1).tobytes())  # of another model
     program = torch.onnx.ONNXProgram(ir.load(path), None)
+    kept = program.model.graph.initializers["w"].const_value.numpy()
     for given in (path, onnx.load(path), ir.load(path), export.fuse(ir.load(path)), program):
         assert Graph(given, device="cpu")({"x": x})["y"].tolist() == w.tolist()
+    assert kept.tolist() == w.tolist()  # the model is as it was
     (tmp_path / "short.onnx").write_bytes(path.read_bytes().replace(b"w.bin", b"s.bin"))
     (tmp_path / "s.bin").write_bytes(b"short")
     pathlib.Path("w.bin").unlink()

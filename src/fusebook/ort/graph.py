@@ -271,6 +271,12 @@ class Bound:
         self._given = {name: _own(name, value, graph, graph.outputs[name]) for name, value in outputs.items()}
         _apart(self._inputs, self._given)
         self._check_given()
+        self._over: list[Tensor] = []  # inputs over which a captured graph writes
+        if graph._fixed:
+            places = {value.data_ptr() for value in self._given.values()}
+            self._over = [value for value in self._inputs.values() if value.data_ptr() in places]
+            host = [name for name, value in self._inputs.items() if value.device.type == "cpu"]  # read now, see `bind`
+            self._inputs |= {name: self._inputs[name].detach().clone() for name in host}
         # ONNX Runtime hands an input on as it is, and leaves memory that is given for it alone.
         self._passed = [name for name in graph.outputs if name in inputs]
         self._computed = [name for name in graph.outputs if name not in inputs]
@@ -330,8 +336,6 @@ class Bound:
             copying.wait_stream(torch.cuda.current_stream(copying.device))
         for place in places:
             binding.bind_input(*place)
-        if copying is not None and self._pinned and self.graph._fixed:  # it is not copied again; the caller may write
-            copying.synchronize()
 
     def _allocate(self, binding: Any, name: str) -> None:
         binding.bind_output(name, self.graph.device.type, self.graph.device.index or 0)
@@ -391,6 +395,8 @@ class Bound:
         else:
             current = torch.cuda.current_stream(graph.device.index)
             before, after = events
+            # ONNX Runtime runs a graph several times before it has captured it.
+            saved = [] if "ran" in graph._captured else [(value, value.clone()) for value in self._over]
             before.record(current)
             graph.stream.wait_event(before)
             try:
@@ -401,6 +407,11 @@ class Bound:
                 current.wait_event(after)
                 if self._pinned:  # ONNX Runtime copies from and to pinned memory while the run goes on
                     after.synchronize()
+            if saved:
+                with torch.inference_mode():
+                    for value, old in saved:
+                        value.copy_(old)
+                return self._run(binding, *events)
         found = dict(self._given)
         if self._fresh:
             values = zip(self._computed, binding.get_outputs(), strict=True)
@@ -461,9 +472,9 @@ def _readable(model: Any) -> Any:
             if any(True for function, made in parts for _ in _outside(function, made)):
                 raise ValueError("some of functions in files, whose folder onnx_ir does not know")
             for tensor, made in _outside(model.graph, proto.graph):
-                name, (loaded,) = made.name, onnx_ir.external_data.convert_tensors_from_external([tensor])
-                made.CopyFrom(onnx_ir.to_proto(loaded))
-                made.name = name
+                made.raw_data = tensor.tobytes() if tensor.size else b""  # onnx_ir reads no empty one
+                made.ClearField("external_data")
+                made.ClearField("data_location")
         except Exception as error:  # of onnx_ir
             raise ValueError(_WEIGHTS.format(error)) from error
         model = proto
