@@ -460,7 +460,7 @@ def _readable(model: Any) -> Any:
                 "the file's bytes"
             )
         return path
-    model = model.model if type(model).__name__ == "ONNXProgram" else model
+    model = model.model if hasattr(type(model), "model_proto") else model  # a torch.onnx.ONNXProgram
     if type(model).__module__.partition(".")[0] == "onnx_ir" and type(model).__name__ == "Model":
         import onnx_ir
 
