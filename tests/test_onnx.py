@@ -129,6 +129,10 @@ def test_a_captured_graph_runs_once_and_reads_the_cpu_when_it_is_bound():
     for i in range(1, 4):
         assert run()["b"].tolist() == [1.0] * 4
         assert x.tolist() == [float(i)] * 4  # a state that each run updates
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert x.tolist() == [4.0] * 4
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

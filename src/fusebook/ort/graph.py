@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -195,6 +196,7 @@ class Graph:
         self._fixed = captured and self.device.type == "cuda"
         # Tensors of the captured Bound, which are kept because replays write to them, and whether it ran.
         self._captured: dict[str, Any] = {}
+        self._replays = threading.local()  # each thread captures anew
 
     def _there(self) -> Any:
         """The device of the graph, as ONNX Runtime leaves it as the current one of the thread."""
@@ -396,12 +398,12 @@ class Bound:
             current = torch.cuda.current_stream(graph.device.index)
             before, after = events
             # ONNX Runtime runs a graph several times before it has captured it.
-            saved = [] if "ran" in graph._captured else [(value, value.clone()) for value in self._over]
+            saved = [(value, value.clone()) for value in self._over if not hasattr(graph._replays, "ran")]
             before.record(current)
             graph.stream.wait_event(before)
             try:
                 graph.session.run_with_iobinding(binding, graph._run)
-                graph._captured["ran"] = True
+                graph._captured["ran"] = graph._replays.ran = True
             finally:  # if a node fails, the nodes before it are still queued
                 after.record(graph.stream)
                 current.wait_event(after)
