@@ -409,10 +409,10 @@ class Bound:
                 current.wait_event(after)
                 if self._pinned:  # ONNX Runtime copies from and to pinned memory while the run goes on
                     after.synchronize()
-            if saved:
-                with torch.inference_mode():
-                    for value, old in saved:
+                for value, old in saved:
+                    with torch.inference_mode():
                         value.copy_(old)
+            if saved:
                 return self._run(binding, *events)
         found = dict(self._given)
         if self._fresh:
