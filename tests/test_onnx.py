@@ -119,6 +119,26 @@ def test_inputs_on_the_cpu_wait_for_readers_of_dropped_results():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("bound", [False, True], ids=["called", "bound"])
+def test_what_a_node_reads_on_the_cpu_may_be_on_the_gpu(bound):
+    """ONNX Runtime copies it when it is bound."""
+    usable("cuda")
+    proto = model(
+        [oh.make_node("Slice", ["x", "a", "b"], ["y"])],
+        {"x": torch.float32, "a": torch.int64, "b": torch.int64},
+        {"y": torch.float32},
+    )
+    x, a, b = torch.arange(4.0, device="cuda"), *torch.tensor([[0], [1]], device="cuda").unbind()
+    graph, given = Graph(proto), {"x": x, "a": a, "b": b}
+    run = graph.bind(given) if bound else lambda: graph(given)
+    for i in range(4):
+        torch.cuda._sleep(20_000_000)
+        a.fill_(i)
+        b.fill_(i + 1)
+        assert run()["y"].tolist() == [float(i)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_captured_graph_runs_once_and_reads_the_cpu_when_it_is_bound():
     usable("cuda")
     f = torch.float32

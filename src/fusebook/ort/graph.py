@@ -191,6 +191,10 @@ class Graph:
         self.outputs = _tensors("outputs", self.session.get_outputs())
         known = _NAMES.values()
         self.defaults = {n.name: n.type for n in self.session.get_overridable_initializers() if n.type in known}
+        # Inputs that nodes read on the CPU, perhaps among others.
+        places: Any = getattr(self.session, "get_input_memory_infos", list)()
+        read = zip(self.session.get_inputs(), places, strict=False)
+        self._host = {node.name for node, place in read if place.name.lower() != "cuda"}
         # A captured CUDA graph writes to the same memory in every run.
         captured = str((options or {}).get("enable_cuda_graph")).lower() in ("1", "true")
         self._fixed = captured and self.device.type == "cuda"
@@ -203,6 +207,11 @@ class Graph:
         here = self.stream is None or torch.cuda.current_device() == self.device.index
         return contextlib.nullcontext() if here else torch.cuda.device(self.device)
 
+    def _crosses(self, place: tuple[Any, ...]) -> bool:
+        """Whether ONNX Runtime may copy an input to another device when it is bound."""
+        name, device = place[:2]
+        return self.stream is not None and (device == "cpu" or name in self._host)
+
     def __reduce__(self) -> Any:
         raise TypeError(
             "ort.Graph: expected a session to stay where it is, got a copy or pickle of it; make another one"
@@ -214,9 +223,9 @@ class Graph:
         Parameters
         ----------
         inputs : mapping of str to torch.Tensor
-            Every input of the graph, on its device or on the CPU. Contiguous. What they hold may change between runs,
-            except for those on the CPU of a captured CUDA graph, which are read when it is bound. Initializers that are
-            inputs of the graph too may be given.
+            Every input of the graph, on its device or on the CPU. Contiguous. What they hold may change between runs.
+            Only a captured CUDA graph reads those that are on the CPU, or that nodes read there, when it is bound.
+            Initializers that are inputs of the graph too may be given.
         outputs : mapping of str to torch.Tensor, optional
             Memory for outputs, of the right shape and dtype. Those not given are allocated by ONNX Runtime. It may be
             that of an input where the graph allows for that.
@@ -296,9 +305,9 @@ class Bound:
         # Where they are now, for all bindings: by the time that one is made, tensors may be elsewhere.
         self._read = [(name, *_place(value, graph)) for name, value in self._inputs.items()]
         self._write = {name: _place(value, graph) for name, value in self._given.items()}
-        # ONNX Runtime copies these to the GPU when they are bound: for each run again, but for the one of `copied`. A
-        # captured graph would read the first copies anyway.
-        across = [place for place in self._read if graph.stream is not None and place[1] == "cpu"]
+        # ONNX Runtime copies these to the GPU, or from it, when they are bound: for each run again, but for the one of
+        # `copied`. A captured graph would read the first copies anyway.
+        across = [place for place in self._read if graph._crosses(place)]
         self._pinned = graph.stream is not None and any(
             value.device.type == "cpu" and value.is_pinned()
             for value in (*self._inputs.values(), *self._given.values())
@@ -332,8 +341,8 @@ class Bound:
         return binding, *events
 
     def _bind(self, binding: Any, places: Sequence[tuple[Any, ...]]) -> None:
-        # ONNX Runtime copies from the CPU on its stream, perhaps to the memory of a dropped result that is still read.
-        copying = self.graph.stream if any(place[1] == "cpu" for place in places) else None
+        # ONNX Runtime copies on its stream, perhaps to the memory of a dropped result that is still read.
+        copying = self.graph.stream if any(map(self.graph._crosses, places)) else None
         if copying is not None:
             copying.wait_stream(torch.cuda.current_stream(copying.device))
         for place in places:
@@ -470,10 +479,16 @@ def _readable(model: Any) -> Any:
             proto = onnx_ir.to_proto(model)
         # ONNX Runtime would look for their files in the working directory, which may have others of these names.
         try:
-            parts = zip(model.functions.values(), proto.functions, strict=True)
-            if any(True for function, made in parts for _ in _outside(function, made)):
-                raise ValueError("some of functions in files, whose folder onnx_ir does not know")
+            for function, made in zip(model.functions.values(), proto.functions, strict=True):
+                defaults = [getattr(a, "value", None) for a in function.attributes.values()]
+                if [*_outside(function, made)] or any(isinstance(v, onnx_ir.ExternalTensor) for v in defaults):
+                    raise ValueError("some of functions in files, whose folder onnx_ir does not know")
             for tensor, made in _outside(model.graph, proto.graph):
+                if tensor.raw is None and tensor.valid():  # a copy, else the caller's model keeps the file open
+                    tensor = onnx_ir.ExternalTensor(
+                        tensor.location, tensor.offset, tensor.length, tensor.dtype,
+                        shape=tensor.shape, name=tensor.name, base_dir=tensor.base_dir,
+                    )  # fmt: skip
                 made.raw_data = tensor.tobytes() if tensor.size else b""  # onnx_ir reads no empty one
                 made.ClearField("external_data")
                 made.ClearField("data_location")
