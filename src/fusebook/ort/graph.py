@@ -308,9 +308,10 @@ class Bound:
         # ONNX Runtime copies these to the GPU, or from it, when they are bound: for each run again, but for the one of
         # `copied`. A captured graph would read the first copies anyway.
         across = [place for place in self._read if graph._crosses(place)]
-        self._pinned = graph.stream is not None and any(
-            value.device.type == "cpu" and value.is_pinned()
-            for value in (*self._inputs.values(), *self._given.values())
+        # ONNX Runtime copies from pinned memory, and to all on the CPU, while the run goes on.
+        self._awaited = graph.stream is not None and (
+            any(value.device.type == "cpu" for value in self._given.values())
+            or any(value.device.type == "cpu" and value.is_pinned() for value in self._inputs.values())
         )
         self._across = [] if copied or graph._fixed else across
         self._idle = [self._another()]
@@ -416,7 +417,7 @@ class Bound:
             finally:  # if a node fails, the nodes before it are still queued
                 after.record(graph.stream)
                 current.wait_event(after)
-                if self._pinned:  # ONNX Runtime copies from and to pinned memory while the run goes on
+                if self._awaited:
                     after.synchronize()
                 for value, old in saved:
                     with torch.inference_mode():
@@ -525,10 +526,10 @@ def _outside(part: Any, proto: Any) -> Iterator[tuple[Any, Any]]:
                 values, [*made.tensors, *made.graphs] or [made.t if made.HasField("t") else made.g], strict=False
             )
     for value, made in pairs:
-        if isinstance(value, onnx_ir.ExternalTensor):
-            yield value, made
-        elif isinstance(value, onnx_ir.Graph):
+        if isinstance(value, onnx_ir.Graph):
             yield from _outside(value, made)
+        elif getattr(made, "data_location", 0):
+            yield value, made
 
 
 def _tensors(what: str, nodes: Sequence[Any]) -> dict[str, str]:
