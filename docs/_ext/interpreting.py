@@ -163,7 +163,7 @@ def hasten_calls():
     def replace_attr(package, name, member, builder, scope):
         if (known := made.get(member)) is None:
             semantic = getattr(interpreter, "interpreter_semantic", None) or TritonSemantic(builder)
-            inner = member.__wrapped__ if member.__code__ is checks else member
+            inner = member.__wrapped__ if getattr(member, "__code__", None) is checks else member
 
             def known(*args, **kwargs):
                 kwargs["_semantic"] = semantic

@@ -727,7 +727,8 @@ def adamw_step(
     Arithmetic is float32, float64 for float64, and is the same in every run. The first step of a list puts tables of
     addresses on the device; later ones look whether they still hold. A graph that is captured behind such a step reads
     its tables, which then live as long as the process, and copies at most the addresses of gradients, where these lie
-    elsewhere. Steps of a list on several streams have to wait for each other, as for all that works in place.
+    elsewhere. Steps of a list on several streams have to wait for each other, as for all that works in place. Threads
+    take turns, so a handler of a signal must not wait for a thread that steps: it may have interrupted another step.
 
     The formula is that of I. Loshchilov and F. Hutter, "Decoupled Weight Decay Regularization", 2019.
 

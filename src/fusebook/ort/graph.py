@@ -191,10 +191,10 @@ class Graph:
         self.outputs = _tensors("outputs", self.session.get_outputs())
         known = _NAMES.values()
         self.defaults = {n.name: n.type for n in self.session.get_overridable_initializers() if n.type in known}
-        # Inputs that nodes read on the CPU, perhaps among others.
+        # The inputs of which it is known that all nodes read them on the GPU.
         places: Any = getattr(self.session, "get_input_memory_infos", list)()
         read = zip(self.session.get_inputs(), places, strict=False)
-        self._host = {node.name for node, place in read if place.name.lower() != "cuda"}
+        self._on_gpu = {node.name for node, place in read if place.name.lower() == "cuda"}
         # A captured CUDA graph writes to the same memory in every run.
         captured = str((options or {}).get("enable_cuda_graph")).lower() in ("1", "true")
         self._fixed = captured and self.device.type == "cuda"
@@ -210,7 +210,7 @@ class Graph:
     def _crosses(self, place: tuple[Any, ...]) -> bool:
         """Whether ONNX Runtime may copy an input to another device when it is bound."""
         name, device = place[:2]
-        return self.stream is not None and (device == "cpu" or name in self._host)
+        return self.stream is not None and (device == "cpu" or name not in self._on_gpu)
 
     def __reduce__(self) -> Any:
         raise TypeError(
