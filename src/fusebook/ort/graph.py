@@ -191,10 +191,11 @@ class Graph:
         self.outputs = _tensors("outputs", self.session.get_outputs())
         known = _NAMES.values()
         self.defaults = {n.name: n.type for n in self.session.get_overridable_initializers() if n.type in known}
-        # The inputs of which it is known that all nodes read them on the GPU.
-        places: Any = getattr(self.session, "get_input_memory_infos", list)()
-        read = zip(self.session.get_inputs(), places, strict=False)
-        self._on_gpu = {node.name for node, place in read if place.name.lower() == "cuda"}
+        # The inputs of which it is known that all nodes read them on the GPU. ONNX Runtime says so from 1.23 on.
+        self._on_gpu: set[str] = set()
+        with contextlib.suppress(Exception):  # it has its own classes
+            read = zip(self.session.get_inputs(), self.session.get_input_memory_infos(), strict=True)
+            self._on_gpu = {node.name for node, place in read if place.name.lower() == "cuda"}
         # A captured CUDA graph writes to the same memory in every run.
         captured = str((options or {}).get("enable_cuda_graph")).lower() in ("1", "true")
         self._fixed = captured and self.device.type == "cuda"
