@@ -172,9 +172,10 @@ class Graph:
         # The default. ONNX Runtime 1.31 looks for it in every run. Without it, a C++ exception takes longer than the
         # rest of a small run.
         self._run.add_run_config_entry("gpu_graph_id", "0")
+        readable = _readable(model)
         try:
             with self._there():
-                self.session = ort.InferenceSession(_readable(model), settings, providers=providers)
+                self.session = ort.InferenceSession(readable, settings, providers=providers)
         except Exception as error:  # ONNX Runtime has its own classes
             if not any(words in str(error) for words in _OUTSIDE):
                 raise
