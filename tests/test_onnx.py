@@ -302,7 +302,7 @@ def test_weights_in_another_file_are_found_beside_the_path(tmp_path, monkeypatch
 
 
 def test_weights_whose_file_was_written_again_are_refused(tmp_path):
-    """By onnx_ir, whose tensors have the places that they had in the old file."""
+    """The tensors still have their offsets in the old file, so onnx_ir does not read them."""
     ir = pytest.importorskip("onnx_ir")
     proto = one_node("Add", {"x": torch.float32, "w": torch.float32}, {"y": torch.float32}, domain="")
     del proto.graph.input[1]
@@ -419,7 +419,7 @@ def test_options_of_the_device_and_stream_are_refused(name):
 
 
 def test_an_option_of_cuda_changes_nothing_on_the_cpu():
-    proto = one_node("Neg", {"x": torch.float32}, {"y": torch.float32}, domain="")
+    proto = negation()
     graph = Graph(proto, device="cpu", options={"enable_cuda_graph": "1"})
     x = torch.ones(2)
     bound = graph.bind({"x": x})
@@ -442,7 +442,7 @@ class AnyName(Mapping):
 
 
 def test_the_names_of_a_mapping_are_those_that_it_lists():
-    graph = Graph(one_node("Neg", {"x": torch.float32}, {"y": torch.float32}, domain=""), device="cpu")
+    graph = Graph(negation(), device="cpu")
     assert graph(AnyName())["y"].tolist() == [-1, -1]
 
 
@@ -462,7 +462,7 @@ def test_a_call_that_is_traced_is_refused_and_one_that_is_compiled_is_made():
 
 
 def test_threads_share_a_binding():
-    graph = Graph(one_node("Neg", {"x": torch.float32}, {"y": torch.float32}, domain=""), device="cpu")
+    graph = Graph(negation(), device="cpu")
     bound, found = graph.bind({"x": torch.ones(10_000)}), []
     threads = [threading.Thread(target=lambda: found.extend(bound()["y"] for _ in range(200))) for _ in range(4)]
     for thread in threads:

@@ -130,10 +130,10 @@ class AdamW(torch.optim.AdamW):
     capturable : bool
         Count steps on the device, so that a CUDA graph can hold the step. Step once before the capture.
     seed : int, optional
-        Round bfloat16 parameters by chance, see `fusebook.adamw_step`. Saved with the state. After a state without
-        seeds, such as torch's, all groups have this one. Processes round a replica by the same bits if it is at the
-        same place of the same group, and the same replicas before it in that group have gradients. Shards of DTensors
-        may differ. Give shards that are plain tensors a separate group.
+        Round bfloat16 parameters by chance, see `fusebook.adamw_step`. Saved with the state. If a
+        state without seeds is loaded, such as torch's, this seed applies to all groups. Processes round a replica by
+        the same bits if it is at the same place of the same group, and the same replicas before it in that group have
+        gradients. The shards of DTensors may have different sizes. Give shards that are plain tensors a separate group.
 
     Raises
     ------
@@ -149,7 +149,7 @@ class AdamW(torch.optim.AdamW):
     scale, and does nothing if one is not finite. Steps are then counted on the device. Unlike torch's step, this one
     leaves gradients scaled, unless ``unscale_`` was called.
 
-    A parameter or gradient of a subclass that has memory is taken for the numbers in it.
+    If a parameter or a gradient is of a tensor subclass with memory, the step uses that memory directly.
 
     Where steps are counted on the device, also after `capturable` is set back, parameters share the tensor ``step`` in
     their states. To change the number of one of them, replace that tensor instead of writing to it. Elsewhere a program
@@ -322,10 +322,10 @@ class AdamW(torch.optim.AdamW):
             launch.count_by(launch.count)
             taken.add(id(launch.count))
         dtypes = [p.dtype for p in group["params"]]
-        if len(self._kept) > len(self.param_groups):  # of groups that a program has replaced
+        if len(self._kept) > len(self.param_groups):  # the program has replaced groups
             self._kept.clear()
         self._kept[id(group)] = _Kept([*group["params"]], left, group.get("seed"), dtypes, launches)
-        # Collectives are in the order of the group, since ranks may have other launches.
+        # In the order of the group, because the launches, and so the order of collectives, may differ by rank.
         grads = {id(p): _reduced(p) for p in params}
         return [(launch, [grads[id(p)] for p in launch.params]) for launch in launches]
 
@@ -516,7 +516,7 @@ def _reduced(p: Any) -> Any:
         )
     if mesh is not None and any(placement.is_partial() for placement in p.placements):
         raise TypeError(f"AdamW: expected no parameter of partial sums, got {p.placements}; redistribute it first")
-    # Otherwise it is a sum that is still apart, for example.
+    # The gradient may be a partial sum, for example.
     return g if mesh is None or g.placements == p.placements else g.redistribute(mesh, p.placements)
 
 

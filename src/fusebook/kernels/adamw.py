@@ -718,8 +718,8 @@ def adamw_step(
 
     Notes
     -----
-    Tensors on meta are checked, and nothing is computed. A tensor of a subclass is taken for the numbers in its
-    memory.
+    Tensors on meta are checked, and nothing is computed. If a tensor is of a subclass with memory, the step
+    uses that memory directly.
 
     Autograd does not see a step: a derivative with respect to what a parameter, or `lr`, was computed from takes the
     new values for given. To differentiate through steps, write them in operations of PyTorch.
@@ -727,8 +727,9 @@ def adamw_step(
     Arithmetic is float32, float64 for float64, and is the same in every run. The first step of a list puts tables of
     addresses on the device; later ones look whether they still hold. A graph that is captured behind such a step reads
     its tables, which then live as long as the process, and copies at most the addresses of gradients, where these lie
-    elsewhere. Steps of a list on several streams have to wait for each other, as for all that works in place. Threads
-    take turns, so a handler of a signal must not wait for a thread that steps: it may have interrupted another step.
+    elsewhere. Steps of a list on several streams have to wait for each other, as for all that works in place. One
+    thread steps at a time. A signal handler must not wait for a thread that steps: if the handler has interrupted
+    another step, both wait forever.
 
     The formula is that of I. Loshchilov and F. Hutter, "Decoupled Weight Decay Regularization", 2019.
 

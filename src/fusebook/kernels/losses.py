@@ -1682,8 +1682,8 @@ def cross_entropy(
     more, or none with `inplace`. A second backward pass computes it again. In float16, where most gradients are no
     normal numbers before the loss is scaled, as `torch.amp.GradScaler` does, it is found in the backward pass.
 
-    Go back once only under torch's compiled autograd. It forgets that there was a backward pass, so another one with
-    ``retain_graph=True`` returns wrong gradients.
+    Under torch's compiled autograd, run one backward pass only. With ``retain_graph=True``, further passes return
+    incorrect gradients.
 
     Examples
     --------
@@ -1912,7 +1912,8 @@ def linear_cross_entropy(
     chunk are kept for the first backward pass, unless they take more memory than `hidden` and `head`, or `rows` is
     given.
 
-    Go back once only under torch's compiled autograd, as with `cross_entropy`.
+    Under torch's compiled autograd, run one backward pass only. With ``retain_graph=True``, further passes return
+    incorrect gradients.
 
     Examples
     --------

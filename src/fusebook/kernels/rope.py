@@ -441,7 +441,7 @@ def rope(
     -----
     A position without a row in the table gives NaN. Arithmetic is float32, float64 for float64, and each result is
     rounded once. It can be differentiated any number of times, with respect to `x` and `k`. With dynamic shapes,
-    ``inplace=True`` breaks the graph of `torch.compile`.
+    ``inplace=True`` causes a graph break under `torch.compile`.
 
     Rotary embeddings are from J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
 

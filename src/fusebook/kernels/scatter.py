@@ -996,7 +996,7 @@ def embedding_backward(
         The number of rows of the table.
     padding_idx : int, optional
         A row that gets no gradient. A negative one counts from the end, as in ``torch.nn.functional.embedding``. An
-        export makes a constant of it, so give one from 0 up if the number of rows is dynamic.
+        export stores the row as a constant, so give a number from 0 up if the number of rows is dynamic.
     check, strategy
         As in `scatter_nd_of_shape`.
 

@@ -706,10 +706,11 @@ def custom_op(
     -----
     What the launcher raises becomes an error of ONNX Runtime with its message. A tensor that it keeps is worth nothing
     once it has returned. An object that owns a `fusebook.ort.Graph` is never freed if the launcher is its method. Use
-    ``weakref.ref`` in the launcher. ONNX Runtime calls it several times before a CUDA graph is captured, and then
-    replays the graph without calling it. What it allocates meanwhile is kept for as long as the session.
+    ``weakref.ref`` in the launcher. ONNX Runtime calls a launcher several times before it has captured a CUDA
+    graph, and then replays the graph without the launcher. Memory that the launcher allocates during the capture is
+    kept for as long as the session.
 
-    ONNX Runtime keeps pointers to the description of an operator, so some KiB stay until the process ends. Make an
+    ONNX Runtime keeps pointers to each operator, so its description stays in memory until the process ends. Make an
     operator once, not for each session.
 
     Examples

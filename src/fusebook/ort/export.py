@@ -70,8 +70,8 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     Its Sigmoid of float32 is 0 below -18 there, so that ``silu`` and what contains it are 0. Before 1.32 it computes
     part of a norm of float64 in float32.
 
-    By default torch's exporter computes casts of constants, so nodes get copies of weights in half types under other
-    names. ``ONNXProgram.apply_weights`` leaves these copies as they are: export with ``optimize=False`` for it.
+    By default, torch's exporter folds casts of fp16 and bf16 weights into copies with other names.
+    ``ONNXProgram.apply_weights`` does not update these copies. Export with ``optimize=False`` to use it.
 
     Raises
     ------

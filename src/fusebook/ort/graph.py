@@ -67,7 +67,7 @@ class Graph:
     Parameters
     ----------
     model : onnx.ModelProto, onnx_ir.Model, torch.onnx.ONNXProgram, bytes or path
-        Weights that an onnx_ir.Model has in files are read from there.
+        External weights of an onnx_ir.Model are read from their files.
     device : str or torch.device, optional
         CUDA where there is a GPU, else the CPU.
     tf32 : bool, default False
@@ -192,7 +192,7 @@ class Graph:
         self.outputs = _tensors("outputs", self.session.get_outputs())
         known = _NAMES.values()
         self.defaults = {n.name: n.type for n in self.session.get_overridable_initializers() if n.type in known}
-        # The inputs of which it is known that all nodes read them on the GPU. ONNX Runtime says so from 1.23 on.
+        # Inputs that all nodes are known to read on the GPU. ONNX Runtime reports the devices from 1.23 on.
         self._on_gpu: set[str] = set()
         with contextlib.suppress(Exception):  # it has its own classes
             read = zip(self.session.get_inputs(), self.session.get_input_memory_infos(), strict=True)
@@ -202,10 +202,10 @@ class Graph:
         self._fixed = captured and self.device.type == "cuda"
         # Tensors of the captured Bound, which are kept because replays write to them, and whether it ran.
         self._captured: dict[str, Any] = {}
-        self._replays = threading.local()  # each thread captures anew
+        self._replays = threading.local()  # ONNX Runtime captures once in each thread
 
     def _there(self) -> Any:
-        """The device of the graph, as ONNX Runtime leaves it as the current one of the thread."""
+        """A context for calls of ONNX Runtime, which leaves the graph's device as the current device."""
         here = self.stream is None or torch.cuda.current_device() == self.device.index
         return contextlib.nullcontext() if here else torch.cuda.device(self.device)
 
@@ -226,8 +226,8 @@ class Graph:
         ----------
         inputs : mapping of str to torch.Tensor
             Every input of the graph, on its device or on the CPU. Contiguous. What they hold may change between runs.
-            Only a captured CUDA graph reads those that are on the CPU, or that nodes read there, when it is bound.
-            Initializers that are inputs of the graph too may be given.
+            Exception: a captured CUDA graph reads an input when it is bound, if the input is on the CPU or if a node
+            reads it on the CPU. Initializers that are inputs of the graph too may be given.
         outputs : mapping of str to torch.Tensor, optional
             Memory for outputs, of the right shape and dtype. Those not given are allocated by ONNX Runtime. It may be
             that of an input where the graph allows for that.
@@ -310,7 +310,7 @@ class Bound:
         # ONNX Runtime copies these to the GPU, or from it, when they are bound: for each run again, but for the one of
         # `copied`. A captured graph would read the first copies anyway.
         across = [place for place in self._read if graph._crosses(place)]
-        # ONNX Runtime copies from pinned memory, and to all on the CPU, while the run goes on.
+        # ONNX Runtime copies pinned inputs, and outputs to the CPU, while the run goes on.
         self._awaited = graph.stream is not None and (
             any(value.device.type == "cpu" for value in self._given.values())
             or any(value.device.type == "cpu" and value.is_pinned() for value in self._inputs.values())
@@ -371,7 +371,7 @@ class Bound:
         # A run that meets another, of a thread or of a launcher, has a binding of its own. None waits for the other,
         # which may wait for this one, or be of the process that this one was forked from.
         fixed = self.graph._fixed
-        # Before the run, as another thread may begin one meanwhile.
+        # Claimed before the run, since another thread may start one during it.
         if fixed and self.graph._captured.setdefault("tensors", (self._inputs, self._given))[0] is not self._inputs:
             raise ValueError(
                 "ort.Graph: expected the bound graph that ran first, since a captured CUDA graph uses its tensors, got "
@@ -480,12 +480,12 @@ def _readable(model: Any) -> Any:
 
         with understood("ort.Graph"):
             proto = onnx_ir.to_proto(model)
-        # ONNX Runtime would look for their files in the working directory, which may have others of these names.
+        # Given bytes, ONNX Runtime looks for external weights in the working directory, where other files may have
+        # these names.
         try:
-            for function, made in zip(model.functions.values(), proto.functions, strict=True):
-                defaults = [getattr(a, "value", None) for a in function.attributes.values()]
-                if [*_outside(function, made)] or any(isinstance(v, onnx_ir.ExternalTensor) for v in defaults):
-                    raise ValueError("some of functions in files, whose folder onnx_ir does not know")
+            functions = zip(model.functions.values(), proto.functions, strict=True)
+            if any(True for function, made in functions for _ in _outside(function, made)):
+                raise ValueError("some of functions in files, whose folder onnx_ir does not know")
             for tensor, made in _outside(model.graph, proto.graph):
                 if tensor.raw is None and tensor.valid():  # a copy, else the caller's model keeps the file open
                     tensor = onnx_ir.ExternalTensor(
@@ -513,16 +513,19 @@ def _readable(model: Any) -> Any:
 
 
 def _outside(part: Any, proto: Any) -> Iterator[tuple[Any, Any]]:
-    """The tensors that a graph or function of onnx_ir has in files, and those of its protocol buffer for them."""
+    """Each external tensor of a graph or function of onnx_ir, with its TensorProto."""
     import onnx_ir
 
     weights = getattr(part, "initializers", {})
     pairs = [
         (weights[made.name].const_value, made) for made in getattr(proto, "initializer", ()) if made.name in weights
     ]
-    for node, of in zip(part, proto.node, strict=True):
-        for made in of.attribute:
-            value = getattr(node.attributes[made.name], "value", None)
+    owners = [(node.attributes, of.attribute) for node, of in zip(part, proto.node, strict=True)]
+    if hasattr(proto, "attribute_proto"):  # a function's attributes have defaults
+        owners.append((part.attributes, proto.attribute_proto))
+    for attributes, protos in owners:
+        for made in protos:
+            value = getattr(attributes[made.name], "value", None)
             values = value if isinstance(value, (list, tuple)) else [value]
             pairs += zip(
                 values, [*made.tensors, *made.graphs] or [made.t if made.HasField("t") else made.g], strict=False

@@ -111,6 +111,12 @@ typedef struct {
 
 static Selection *selected;
 
+/* Whether ONNX Runtime has what was asked for. */
+static int there(Api api, Status status) {
+  if (status) ReleaseStatus(api)(status);
+  return !status;
+}
+
 static Status failed(Api api, const char *message, const char *name) {
   char whole[MESSAGE + 256];
   if (message[0]) return CreateStatus(api)(ORT_FAIL, message);
@@ -161,9 +167,8 @@ static Status compute_kernel(void *pointer, void *context) {
   if (kernel->op->cuda) {
     if ((status = KernelContext_GetGPUComputeStream(api)(context, &stream))) return status;
     /* All inputs may be on the host. Some versions say that there is no device where it is number 0. */
-    if ((status = KernelContext_GetResource(api)(context, CUDA_RESOURCES, CUDA_DEVICE, &device))) ReleaseStatus(api)(status);
-    running.device = (int)(intptr_t)device;
-    status = NULL;
+    if (there(api, KernelContext_GetResource(api)(context, CUDA_RESOURCES, CUDA_DEVICE, &device)))
+      running.device = (int)(intptr_t)device;
   }
   if ((status = KernelContext_GetInputCount(api)(context, &given))) return status;
   int gil = PyGILState_Ensure(), done = 0;
@@ -252,10 +257,6 @@ EXPORT Object *fusebook_output(Running *running, size_t i, Object *shape) {
 }
 
 /* An attribute of a node, or 0 where it has none of that name and kind. */
-static int there(Api api, Status status) {
-  if (status) ReleaseStatus(api)(status);
-  return !status;
-}
 EXPORT int fusebook_int(Api api, const void *info, const char *name, int64_t *out) {
   return there(api, KernelInfoGetAttribute_int64(api)(info, name, out));
 }
