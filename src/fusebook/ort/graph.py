@@ -333,7 +333,11 @@ class Bound:
         graph = self.graph
         binding = graph.session.io_binding()
         with graph._there():
-            self._bind(binding, self._read)
+            if graph.stream is not None and any(map(graph._crosses, self._read)):
+                # ONNX Runtime copies on its stream, perhaps to the memory of a dropped result that is still read.
+                graph.stream.wait_stream(torch.cuda.current_stream(graph.device))
+            for place in self._read:
+                binding.bind_input(*place)
         for name in self._computed:
             if name in self._write:
                 binding.bind_output(name, *self._write[name])
@@ -342,14 +346,6 @@ class Bound:
         # Made once: to make an event takes as long as to record one.
         events = (torch.cuda.Event(), torch.cuda.Event()) if graph.stream is not None else ()
         return binding, *events
-
-    def _bind(self, binding: Any, places: Sequence[tuple[Any, ...]]) -> None:
-        # ONNX Runtime copies on its stream, perhaps to the memory of a dropped result that is still read.
-        copying = self.graph.stream if any(map(self.graph._crosses, places)) else None
-        if copying is not None:
-            copying.wait_stream(torch.cuda.current_stream(copying.device))
-        for place in places:
-            binding.bind_input(*place)
 
     def _allocate(self, binding: Any, name: str) -> None:
         binding.bind_output(name, self.graph.device.type, self.graph.device.index or 0)
@@ -398,7 +394,6 @@ class Bound:
         graph = self.graph
         # Copied before the run, which may write over them where memory of an input is given for an output.
         passed = {name: self._inputs[name].detach().to(graph.device, copy=True) for name in self._passed}
-        self._bind(binding, self._across)
         if not graph._fixed:
             for name in self._fresh:  # else it would write over those of the last run, if only they have its shapes
                 self._allocate(binding, name)
@@ -413,6 +408,8 @@ class Bound:
             saved = [(value, value.clone()) for value in self._over if not hasattr(graph._replays, "ran")]
             before.record(current)
             graph.stream.wait_event(before)
+            for place in self._across:  # behind this wait, as in `_another`
+                binding.bind_input(*place)
             try:
                 graph.session.run_with_iobinding(binding, graph._run)
                 graph._captured["ran"] = graph._replays.ran = True
