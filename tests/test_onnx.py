@@ -291,7 +291,10 @@ def test_weights_in_another_file_are_found_beside_the_path(tmp_path, monkeypatch
     kept = program.model.graph.initializers["w"].const_value.numpy()
     for given in (path, onnx.load(path), ir.load(path), export.fuse(ir.load(path)), program):
         assert Graph(given, device="cpu")({"x": x})["y"].tolist() == w.tolist()
-    assert kept.tolist() == w.tolist()  # the model is as it was
+    assert kept.tolist() == w.tolist()  # the model is unchanged
+    loaded = ir.load(path)
+    Graph(loaded, device="cpu")
+    assert loaded.graph.initializers["w"].const_value.raw is None  # the file is closed
     (tmp_path / "short.onnx").write_bytes(path.read_bytes().replace(b"w.bin", b"s.bin"))
     (tmp_path / "s.bin").write_bytes(b"short")
     pathlib.Path("w.bin").unlink()
@@ -550,7 +553,7 @@ def test_given_memory_without_a_history_may_have_none_later_either():
 
 
 def test_calls_that_are_captured_and_other_bound_graphs_are_refused(monkeypatch):
-    """On CUDA; a graph of the CPU stands in for one."""
+    """A CPU graph replaces the CUDA graph here."""
     graph, a = Graph(matmul(), device="cpu"), torch.eye(2)
     bound, other = graph.bind({"a": a, "b": a}), graph.bind({"a": a, "b": a})
     monkeypatch.setattr(graph, "_fixed", True)

@@ -1,9 +1,10 @@
 """An ONNX graph as a function of torch tensors: session, IO binding on torch's memory, torch's streams.
 
 Only ONNX Runtime's public API is used. On a CUDA device nothing is copied and nothing waits for the GPU: inputs and
-outputs are bound to the memory of torch tensors. Only what is on the CPU is copied, and pinned memory is waited for.
-The graph runs on a side stream of torch, which waits for the current stream, and the current stream for it. On the
-CPU a session has one thread: with more, ONNX Runtime's ScatterND loses updates of repeated indices.
+outputs are bound to the memory of torch tensors. Only tensors on the CPU are copied. A run waits for the GPU if an
+input is in pinned memory, or an output on the CPU. The graph runs on a side stream of torch, which waits for the
+current stream, and the current stream for it. On the CPU a session has one thread: with more, ONNX Runtime's ScatterND
+loses updates of repeated indices.
 """
 
 from __future__ import annotations
