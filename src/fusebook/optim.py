@@ -140,6 +140,8 @@ class AdamW(torch.optim.AdamW):
     ValueError
         For numbers out of range, and groups whose weight decay is not decoupled. By ``load_state_dict``, before
         anything changes, for a state of other shapes or lengths, or one of another optimizer.
+    TypeError
+        By ``step``, for a gradient on another mesh than its parameter, and for a parameter that is a partial sum.
     RuntimeError
         By ``step``, for a first step while a CUDA graph is captured, and without `capturable` for every step.
 

@@ -92,6 +92,9 @@ class Graph:
     TypeError
         For something else than a model, and for a model with inputs or outputs that no tensor of torch can be: strings,
         sequences, maps, optional values, numbers of four bits.
+    ValueError
+        For another device than the CPU or CUDA, options that set the device or the stream, weights in files that cannot
+        be read, and a model of 2 GiB or more that is not given by path.
 
     Notes
     -----
