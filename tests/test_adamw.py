@@ -425,24 +425,65 @@ def test_a_gradient_that_is_recorded_is_refused_after_a_step_that_was_not(device
         adamw_step(ps, gs, ms, vs, step=2)
 
 
-def test_a_step_of_another_thread_waits_until_this_one_is_launched(device, monkeypatch):
+def test_a_step_does_not_wait_for_one_of_another_thread(device, monkeypatch):
+    """Which the handler of a signal may wait for, in the middle of a step. Both have tables of their own."""
     lists, want = ([[t.clone() for t in ts] for ts in model(device, [(4, 8), (3,)])] for _ in range(2))
     others = [g + 1 for g in lists[1]]
-    for _ in range(2):  # the first time, a list has a table of its own
+    for _ in range(2):  # the second time, the list is known
         launch = module._Group.launch
-        thread = threading.Thread(target=lambda: adamw_step(lists[0], others, *lists[2:], step=2))
+        thread = threading.Thread(target=lambda: adamw_step(lists[0], others, *lists[2:], step=1), daemon=True)
 
         def launched(*args, launch=launch, thread=thread):
             monkeypatch.setattr(module._Group, "launch", launch)
             thread.start()
-            thread.join(0.2)
+            thread.join(60)
+            assert not thread.is_alive()
             launch(*args)
 
         monkeypatch.setattr(module._Group, "launch", launched)
+        adamw_step(*lists, step=2)
+        adamw_step(want[0], others, *want[2:], step=1)
+        adamw_step(*want, step=2)
+    close([t for ts in lists for t in ts], [t for ts in want for t in ts], 0)
+
+
+@needs_cuda
+def test_memory_of_a_list_that_is_dropped_is_free_when_other_streams_have_read_it(monkeypatch):
+    monkeypatch.setattr(module, "_known", {})
+    lists, want = model("cuda", [(64,)] * 300), model("cuda", [(64,)] * 300)
+    adamw_step(*lists, step=1)
+    adamw_step(*want, step=1)
+    adamw_step(*want, step=2)
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(100_000_000)
+        adamw_step(*lists, step=2)
+    module._known.clear()
+    taken = [torch.zeros(2**k, device="cuda") for k in range(4, 16) for _ in range(20)]
+    torch.cuda.synchronize()
+    assert taken
+    close([t for ts in lists for t in ts], [t for ts in want for t in ts], 0)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("known", [False, True])
+def test_a_step_is_captured_while_another_device_is_current(known):
+    lists, want = (model("cuda:1", [(8,), (3,)]) for _ in range(2))
+    grads = [g.clone() for g in lists[1]]
+    if known:
         adamw_step(*lists, step=1)
-        thread.join()
         adamw_step(*want, step=1)
-        adamw_step(want[0], others, *want[2:], step=2)
+    torch.cuda.synchronize(1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(1)), torch.cuda.device(0):
+        adamw_step(lists[0], grads, *lists[2:], step=2)
+    adamw_step(lists[0], [g + 1 for g in grads], *lists[2:], step=2)  # has other tables
+    adamw_step(want[0], [g + 1 for g in grads], *want[2:], step=2)
+    for _ in range(3):
+        graph.replay()
+        adamw_step(want[0], grads, *want[2:], step=2)
+    torch.cuda.synchronize(1)
     close([t for ts in lists for t in ts], [t for ts in want for t in ts], 0)
 
 

@@ -16,10 +16,8 @@ operation of PyTorch at a time reads 64 and writes 40. Numbers are float32 in be
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
-import threading
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -32,11 +30,9 @@ from torch.autograd.forward_ad import unpack_dual
 
 from ._call import (
     FLOATING,
-    INTERPRETED,
     LIBRARY,
     NAMESPACE,
     _below,
-    _by_turns,
     _modes,
     _private,
     apply,
@@ -248,10 +244,6 @@ _NONE = type(None)
 _known: dict[Any, _List] = {}
 _LISTS = 256
 _nested = operator.attrgetter("is_nested")
-#: That of the interpreter, where a thread may wait for both.
-_turn: Any = _by_turns if INTERPRETED else threading.RLock()
-#: A None for each call under way, all of one thread.
-_inside: list[None] = []
 #: Beyond all addresses.
 _FAR = 2**62
 #: What is below may be no address, but an offset into storage that was freed.
@@ -356,6 +348,7 @@ class _List:
         self.groups = [group for _, group in groups if group.programs]
         self.order = np.array([i for at, group in groups if group.programs for i in at], np.int64)
         self.placed: _Placed | None = None
+        self.stream = 0  # of the last step
 
     def holds(self, states: list[Tensor], grads: list[Tensor]) -> bool:
         """Whether these have the addresses of the tensors that it knows, and are of their kinds.
@@ -379,6 +372,14 @@ class _List:
         """Whether a step writes any of so many bytes from these addresses on."""
         return bool((self.starts[self.ends.searchsorted(first, "right")] < first + sizes).any())
 
+    def keep(self) -> None:
+        """If the list is dropped, nobody else gets the memory of its tables before the current stream has read them."""
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if stream != self.stream and self.placed is not None:
+            self.stream, of = stream, torch.cuda.current_stream(self.device)
+            for table in (*self.placed.told, *(t for group in self.groups for t in (group.table, group.chunks))):
+                table.record_stream(of)
+
     def place(self, grads: list[Tensor], addresses: list[int], kept: _Placed | None) -> _Placed:
         """Tell the device where the gradients are, in the table that it keeps if it may write to that."""
         # Not of torch, which wakes threads for a few hundred numbers.
@@ -391,7 +392,6 @@ class _List:
         if len(addresses) == 1:  # an argument of the launch
             return _Placed(addresses, first)
         if kept is not None and kept.table is not None:
-            self.placed = None  # if what follows is refused or interrupted, the table is not what it was
             _, held = _on_device(first[self.order], self.device, kept.table)
             return _Placed(addresses, first, kept.told, kept.table, held)
         table, held = _on_device(first[self.order], self.device)
@@ -500,31 +500,13 @@ def _check_lists(params: Any, ms: Any, vs: Any, tops: Any, exacts: Any, grads: A
                 )
 
 
-def _by_one_thread(function: Any) -> Any:
-    """One call at a time: a second one would put its gradients into the table of a list that the first one launches."""
-
-    @functools.wraps(function)
-    def called(*args: Any) -> None:
-        with _turn:
-            if _inside:  # the handler of a signal steps: the call that it interrupts keeps its tables for itself
-                _known.clear()
-            try:
-                _inside.append(None)
-                function(*args)
-            finally:
-                del _inside[-1:]
-
-    return called
-
-
-@_by_one_thread
-def _stepped(
+def _step(
     params: list[Tensor], grads: list[Tensor], ms: list[Tensor], vs: list[Tensor], tops: list[Tensor],
     exacts: list[Tensor], count: Tensor | None, step: int, rate: Tensor | None, lr: float, beta1: float, beta2: float,
     eps: float, decay: float, maximize: bool, seed: int | None, norm: Tensor | None, most: float,
     scale: Tensor | None = None, found: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The operator."""
+    """The operator, where the device of its tensors is current."""
     _check_numbers(params, step, lr, beta1, beta2, eps, decay, seed, most)
     if not params:
         return
@@ -547,8 +529,10 @@ def _stepped(
         except RuntimeError:  # it has no memory
             key = None
         capture = first.is_cuda and torch.cuda.is_current_stream_capturing()
-        of = _known.get(key)
-        if of is None or not of.holds(states, grads):
+        # Taken out: a thread, or the handler of a signal, that steps this list meanwhile makes tables of its own.
+        of = _known.pop(key, None)
+        known = of is not None and of.holds(states, grads)
+        if of is None or not known:
             of = _List((params, ms, vs, tops, exacts, grads), [*states, *grads])
         for what, single in singles:
             if of.meets(single.data_ptr(), single.element_size()):
@@ -566,27 +550,35 @@ def _stepped(
                 raise ValueError(f"{_NAME}: expected step apart from {meeting[0]}, got it in the same memory; clone it")
     if not capture:
         of.placed = placed
-        if _known.get(key) is not of:
-            if len(_known) >= _LISTS:
-                _known.clear()
-            _known[key] = of
+        if first.is_cuda:
+            of.keep()
     else:
         _captured.append((of, placed))
         if stayed:  # nobody writes any more to what a graph reads
             of.placed = placed._replace(table=None)
     fractions = (1 - beta1**step, 1 - beta2**step)
     numbers = lr, beta1, beta2, *fractions, eps, decay, most
-    try:
-        for i, (group, told) in enumerate(zip(of.groups, placed.told or grads, strict=False)):
-            # Programs of every group have the same numbers, and so would have the same random bits.
-            seeded = step & 0x7FFFFFFF, ((seed or 0) + i * 0x2545F491) % 0x7FFFFFFF, *numbers
-            group.launch(told, given, seeded, maximize, seed is not None, group is of.groups[-1])
-    except BaseException:  # an interpreted kernel that Ctrl-C ends leaves its ticket
-        _known.pop(key, None)
-        raise
+    for i, (group, told) in enumerate(zip(of.groups, placed.told or grads, strict=False)):
+        # Programs of every group have the same numbers, and so would have the same random bits.
+        seeded = step & 0x7FFFFFFF, ((seed or 0) + i * 0x2545F491) % 0x7FFFFFFF, *numbers
+        group.launch(told, given, seeded, maximize, seed is not None, group is of.groups[-1])
+    # Back only now: a step that fails may leave tables half-written, or, if it is interpreted, a ticket.
+    if known or not capture:
+        if len(_known) >= _LISTS:
+            _known.clear()
+        _known[key] = of
     if count is not None and not of.groups:
         apply(Tensor.add_, count, 1 if found is None else found.view(()) == 0)
     torch.autograd.graph.increment_version(states if count is None else [*states, count])  # for graphs that kept one
+
+
+def _stepped(params: list[Tensor], *others: Any) -> None:
+    """The operator. Torch pins memory, and says whether a stream is captured, for the device that is current."""
+    if params and params[0].is_cuda and torch.cuda.current_device() != params[0].device.index:
+        with torch.cuda.device(params[0].device):
+            _step(params, *others)
+    else:
+        _step(params, *others)
 
 
 _SCHEMA = (
@@ -727,9 +719,7 @@ def adamw_step(
     Arithmetic is float32, float64 for float64, and is the same in every run. The first step of a list puts tables of
     addresses on the device; later ones look whether they still hold. A graph that is captured behind such a step reads
     its tables, which then live as long as the process, and copies at most the addresses of gradients, where these lie
-    elsewhere. Steps of a list on several streams have to wait for each other, as for all that works in place. One
-    thread steps at a time. A signal handler must not wait for a thread that steps: if the handler has interrupted
-    another step, both wait forever.
+    elsewhere. Steps of a list on several streams have to wait for each other, as for all that works in place.
 
     The formula is that of I. Loshchilov and F. Hutter, "Decoupled Weight Decay Regularization", 2019.
 
