@@ -636,8 +636,9 @@ def register_writes(custom: Any) -> None:
         if torch.is_grad_enabled() and any(t.requires_grad for t in written):
             remedy = "detach it, or call it under torch.no_grad()"
             refuse(NotImplementedError, custom._opname, "no gradient of what it writes to be recorded", "one", remedy)
-        torch.autograd.graph.increment_version(written)
-        return custom.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *inputs)
+        found = custom.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *inputs)
+        torch.autograd.graph.increment_version(written)  # afterwards, as torch: modes look up what was saved by version
+        return found
 
     if _writes(custom):
         LIBRARY.impl(custom.name(), kernel, "ADInplaceOrView", with_keyset=True)
