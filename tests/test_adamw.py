@@ -487,6 +487,29 @@ def test_a_step_is_captured_while_another_device_is_current(known):
     close([t for ts in lists for t in ts], [t for ts in want for t in ts], 0)
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_step_that_fails_behind_its_first_launch_is_noticed(watched, device, monkeypatch):
+    """By a graph that kept what that one wrote. A later step finds no table of the step that failed."""
+    ps, gs, ms, vs = ([t, t.double()] for [t] in model(device, [(8,)]))
+    x, launch, launched = torch.ones(8, device=device, requires_grad=True), module._Group.launch, []
+
+    def failing(self, *args):
+        if launched:
+            raise KeyboardInterrupt
+        launched.append(launch(self, *args))
+
+    monkeypatch.setattr(module._Group, "launch", failing)
+    loss = (x * ps[0]).sum()
+    with pytest.raises(KeyboardInterrupt), FlopCounterMode(display=False) if watched else contextlib.nullcontext():
+        adamw_step(ps, gs, ms, vs, step=1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    monkeypatch.undo()
+    want = by_torch(ps[1:], [gs[1:]])
+    adamw_step(ps, gs, ms, vs, step=1)
+    close(ps[1:], want)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("counted", [False, True])
 def test_a_step_within_a_step_of_the_same_list_changes_no_gradients(counted, device, monkeypatch):

@@ -558,18 +558,20 @@ def _step(
             of.placed = placed._replace(table=None)
     fractions = (1 - beta1**step, 1 - beta2**step)
     numbers = lr, beta1, beta2, *fractions, eps, decay, most
-    for i, (group, told) in enumerate(zip(of.groups, placed.told or grads, strict=False)):
-        # Programs of every group have the same numbers, and so would have the same random bits.
-        seeded = step & 0x7FFFFFFF, ((seed or 0) + i * 0x2545F491) % 0x7FFFFFFF, *numbers
-        group.launch(told, given, seeded, maximize, seed is not None, group is of.groups[-1])
+    try:
+        for i, (group, told) in enumerate(zip(of.groups, placed.told or grads, strict=False)):
+            # Programs of every group have the same numbers, and so would have the same random bits.
+            seeded = step & 0x7FFFFFFF, ((seed or 0) + i * 0x2545F491) % 0x7FFFFFFF, *numbers
+            group.launch(told, given, seeded, maximize, seed is not None, group is of.groups[-1])
+        if count is not None and not of.groups:
+            apply(Tensor.add_, count, 1 if found is None else found.view(()) == 0)
+    finally:  # for graphs that kept one; a step that fails may have written too
+        torch.autograd.graph.increment_version(states if count is None else [*states, count])
     # Back only now: a step that fails may leave tables half-written, or, if it is interpreted, a ticket.
     if known or not capture:
         if len(_known) >= _LISTS:
             _known.clear()
         _known[key] = of
-    if count is not None and not of.groups:
-        apply(Tensor.add_, count, 1 if found is None else found.view(()) == 0)
-    torch.autograd.graph.increment_version(states if count is None else [*states, count])  # for graphs that kept one
 
 
 def _stepped(params: list[Tensor], *others: Any) -> None:
