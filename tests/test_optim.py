@@ -1,6 +1,7 @@
 """The optimizer: step by step against torch's own, and with all that people put around an optimizer."""
 
 import copy
+import functools
 import io
 import math
 import os
@@ -240,6 +241,43 @@ def test_processes_may_share_a_count(pickled):
             after(optimizer, ps, 1, i)
         lists.append([*ps, *(state["step"] for state in optimizer.state.values())])
     close(*lists)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("how", [torch.Tensor.detach, lambda t: t.view_as(t), lambda t: t.data])
+def test_states_may_become_views_of_themselves(how, capturable, device):
+    lists = [parameters(device) for _ in BOTH]
+    made = torch.optim.AdamW(lists[0], foreach=False), AdamW(lists[1], capturable=capturable)
+    for optimizer, ps in zip(made, lists, strict=True):
+        after(optimizer, ps, 2)
+        for state in optimizer.state.values():
+            state.update({key: how(t) for key, t in state.items()})
+        gradients(ps, 2)
+        ps[1].grad = None
+        optimizer.step()
+        after(optimizer, ps, 2, 3)
+    close(*lists)
+    close_states(*made)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_parameter_moves_with_its_state_to_another_optimizer(first, capturable, device):
+    lists = [parameters(device) for _ in BOTH]
+    pairs = []
+    for kind, ps in zip((torch.optim.AdamW, functools.partial(AdamW, capturable=capturable)), lists, strict=True):
+        pairs.append([after(kind(some, lr=0.1), some, 2) for some in (ps[:3], ps[3:])])
+        old, new = pairs[-1]
+        new.state[ps[2]] = old.state.pop(ps[2])
+        del old.param_groups[0]["params"][2]
+        new.param_groups[0]["params"].append(ps[2])
+        for i in range(2, 5):
+            gradients(ps, i)
+            for optimizer in (old, new)[:: 1 - 2 * first]:
+                optimizer.step()
+    close(*lists)
+    for of_torch, own in zip(*pairs, strict=True):
+        close_states(of_torch, own)
 
 
 def test_a_program_may_put_it_for_that_of_torch(device, monkeypatch):

@@ -295,14 +295,14 @@ class AdamW(torch.optim.AdamW):
                     _check_group(group, self.state)
                     raise TypeError(f"AdamW: expected step to be a tensor, got {type(count).__name__}; put it in one")
                 apart = group["capturable"] or count.device.type != "cpu"
-                known[id(count)] = id(count) if apart else _done(count)
+                known[id(count)] = _memory(count) if apart else _done(count)
             # Random bits follow the place in a launch. So shards, whose sizes differ by rank, do not precede replicas.
             rounded = group.get("seed") is not None and p.dtype == torch.bfloat16 and _placed(p)
             found.setdefault((known[id(count)], p.device, rounded), []).append(p)
         launches = []
         stepped = {*map(id, params)}
         # A program may keep other entries there too.
-        taken = {id(s["step"]) for p, s in self.state.items() if id(p) not in stepped and _counted(s)}
+        taken = {_memory(s["step"]) for p, s in self.state.items() if id(p) not in stepped and _counted(s)}
         places = {id(p): i for i, p in enumerate(group["params"])}
         for (done, *_), some in found.items():
             states = [self.state[p] for p in some]
@@ -314,15 +314,17 @@ class AdamW(torch.optim.AdamW):
                 else:
                     launch.count_apart(done)
                 continue
-            if id(launch.count) in taken:  # by parameters that are not stepped now, or by another launch
-                if capturing:
-                    raise RuntimeError(
-                        "AdamW: expected gradients of the parameters that the steps before had, got those of others; "
-                        "step once with these, then capture"
-                    )
+            other = _memory(launch.count) in taken  # by parameters that are not stepped now, or by another launch
+            if other and capturing:
+                raise RuntimeError(
+                    "AdamW: expected gradients of the parameters that the steps before had, got those of others; "
+                    "step once with these, then capture"
+                )
+            # Where states have changed, a program may have given some to another optimizer.
+            if other or not (capturing or self._states):
                 launch.count = launch.count.clone()
             launch.count_by(launch.count)
-            taken.add(id(launch.count))
+            taken.add(_memory(launch.count))
         dtypes = [p.dtype for p in group["params"]]
         if len(self._kept) > len(self.param_groups):  # the program has replaced groups
             self._kept.clear()
@@ -440,6 +442,14 @@ def _counted(state: Any) -> bool:
 def _shared(count: Tensor) -> bool:
     """Whether it is a number in memory that processes share, where each of them counts its steps."""
     return type(count) is Tensor and count.device.type == "cpu" and count.is_shared()
+
+
+def _memory(count: Tensor) -> Any:
+    """The memory of a number, where its views are too; the tensor's identity if it has no address."""
+    try:
+        return (count.device, count.data_ptr()) if count.data_ptr() else id(count)
+    except RuntimeError:
+        return id(count)
 
 
 def _done(value: Any) -> int:
