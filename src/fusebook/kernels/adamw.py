@@ -375,9 +375,10 @@ class _List:
     def keep(self) -> None:
         """If the list is dropped, nobody else gets the memory of its tables before the current stream has read them."""
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if stream != self.stream and self.placed is not None:
+        if stream != self.stream:
             self.stream, of = stream, torch.cuda.current_stream(self.device)
-            for table in (*self.placed.told, *(t for group in self.groups for t in (group.table, group.chunks))):
+            told = self.placed.told if self.placed else ()
+            for table in (*told, *(t for group in self.groups for t in (group.table, group.chunks))):
                 table.record_stream(of)
 
     def place(self, grads: list[Tensor], addresses: list[int], kept: _Placed | None) -> _Placed:
@@ -538,6 +539,8 @@ def _step(
             if of.meets(single.data_ptr(), single.element_size()):
                 raise ValueError(f"{_NAME}: expected {what} apart from what is written, got it in its memory; clone it")
         # Steps of a list follow each other, on whatever streams: when one begins, its table is there and nobody's else.
+        if first.is_cuda and not capture:
+            of.keep()
         kept, addresses = of.placed, list(map(Tensor.data_ptr, grads))
         stayed = kept is not None and kept.addresses == addresses
         placed: _Placed = kept if kept and stayed else of.place(grads, addresses, None if capture else kept)
@@ -550,23 +553,20 @@ def _step(
                 raise ValueError(f"{_NAME}: expected step apart from {meeting[0]}, got it in the same memory; clone it")
     if not capture:
         of.placed = placed
-        if first.is_cuda:
-            of.keep()
     else:
         _captured.append((of, placed))
         if stayed:  # nobody writes any more to what a graph reads
             of.placed = placed._replace(table=None)
     fractions = (1 - beta1**step, 1 - beta2**step)
     numbers = lr, beta1, beta2, *fractions, eps, decay, most
-    try:
-        for i, (group, told) in enumerate(zip(of.groups, placed.told or grads, strict=False)):
-            # Programs of every group have the same numbers, and so would have the same random bits.
-            seeded = step & 0x7FFFFFFF, ((seed or 0) + i * 0x2545F491) % 0x7FFFFFFF, *numbers
-            group.launch(told, given, seeded, maximize, seed is not None, group is of.groups[-1])
-        if count is not None and not of.groups:
-            apply(Tensor.add_, count, 1 if found is None else found.view(()) == 0)
-    finally:  # for graphs that kept one; a step that fails may have written too
-        torch.autograd.graph.increment_version(states if count is None else [*states, count])
+    # For graphs that kept one. Before it is written: a step that fails or is interrupted may have written too.
+    torch.autograd.graph.increment_version(states if count is None else [*states, count])
+    for i, (group, told) in enumerate(zip(of.groups, placed.told or grads, strict=False)):
+        # Programs of every group have the same numbers, and so would have the same random bits.
+        seeded = step & 0x7FFFFFFF, ((seed or 0) + i * 0x2545F491) % 0x7FFFFFFF, *numbers
+        group.launch(told, given, seeded, maximize, seed is not None, group is of.groups[-1])
+    if count is not None and not of.groups:
+        apply(Tensor.add_, count, 1 if found is None else found.view(()) == 0)
     # Back only now: a step that fails may leave tables half-written, or, if it is interpreted, a ticket.
     if known or not capture:
         if len(_known) >= _LISTS:

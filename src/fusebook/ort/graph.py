@@ -381,6 +381,7 @@ class Bound:
             binding = self._idle[0] if fixed else self._idle.pop()
         except IndexError:
             binding = self._another()
+        self._raise_versions()  # a run that fails, or is interrupted in this call, may have written too
         try:
             with self.graph._there():
                 return self._run(*binding)
@@ -391,8 +392,11 @@ class Bound:
         finally:
             if not fixed:
                 self._idle.append(binding)
-            if self._written:  # a run that fails may have written too
-                torch.autograd.graph.increment_version(self._written)
+            self._raise_versions()  # for what was saved during the run
+
+    def _raise_versions(self) -> None:
+        if self._written:
+            torch.autograd.graph.increment_version(self._written)
 
     def _run(self, binding: Any, *events: torch.cuda.Event) -> dict[str, Tensor]:
         graph = self.graph
