@@ -67,8 +67,8 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     The export of any other of Fusebook's operators ends with a sentence that names it.
     ONNX Runtime computes float16 in float32 on the CPU, and leaves out casts between nodes. A value between two nodes
     that is beyond float16 is finite there, and infinite in PyTorch.
-    Its Sigmoid of float32 is 0 below -18 there, so that ``silu`` and what contains it are 0. Before 1.32 it computes
-    part of a norm of float64 in float32.
+    Its Sigmoid is 0 there below -18 in float32 and below -37 in float64, so that ``silu`` and what contains it are 0.
+    Before 1.32 it computes part of a norm of float64 in float32.
 
     By default, torch's exporter folds casts of fp16 and bf16 weights into copies with other names.
     ``ONNXProgram.apply_weights`` does not update these copies. Export with ``optimize=False`` to use it.
