@@ -673,6 +673,16 @@ def test_autograd_sees_that_an_output_was_written():
     assert torch.equal(graph({"a": a, "b": a}, {"c": c})["c"], a)
 
 
+@pytest.mark.parametrize("bound", [False, True])
+def test_autograd_sees_a_write_within_a_compiled_function(bound):
+    graph, x, y = Graph(negation(), device="cpu"), torch.ones(3), torch.full((3,), 2.0)
+    run = graph.bind({"x": x}, {"y": y}) if bound else lambda: graph({"x": x}, {"y": y})
+    loss = (torch.ones(3, requires_grad=True) * y).sum()
+    torch.compile(run, backend="aot_eager")()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_autograd_knows_of_a_write_before_it_is_made(monkeypatch):
     """Ctrl-C may come as soon as the memory is written."""
     run, x, y, seen = graphs_of_torch.Bound._run, torch.ones(3), torch.zeros(3), []

@@ -721,7 +721,9 @@ def adamw_step(
     Arithmetic is float32, float64 for float64, and is the same in every run. The first step of a list puts tables of
     addresses on the device; later ones look whether they still hold. A graph that is captured behind such a step reads
     its tables, which then live as long as the process, and copies at most the addresses of gradients, where these lie
-    elsewhere. Steps of a list on several streams have to wait for each other, as for all that works in place.
+    elsewhere. Steps of a list on several streams have to wait for each other, as for all that works in place. A signal
+    handler that interrupts a step must not give its tensors other memory, as ``Module.to`` does. Where Triton
+    interprets, it must neither step nor wait for a thread that steps.
 
     The formula is that of I. Loshchilov and F. Hutter, "Decoupled Weight Decay Regularization", 2019.
 

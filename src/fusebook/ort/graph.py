@@ -381,8 +381,9 @@ class Bound:
             binding = self._idle[0] if fixed else self._idle.pop()
         except IndexError:
             binding = self._another()
-        self._raise_versions()  # a run that fails, or is interrupted in this call, may have written too
-        try:
+        try:  # versions are raised here, since torch.compile loses them in a function that it can compile
+            if self._written:  # a run that fails, or is interrupted, may have written too
+                torch.autograd.graph.increment_version(self._written)
             with self.graph._there():
                 return self._run(*binding)
         except Exception:
@@ -392,11 +393,8 @@ class Bound:
         finally:
             if not fixed:
                 self._idle.append(binding)
-            self._raise_versions()  # for what was saved during the run
-
-    def _raise_versions(self) -> None:
-        if self._written:
-            torch.autograd.graph.increment_version(self._written)
+            if self._written:  # for what was saved during the run
+                torch.autograd.graph.increment_version(self._written)
 
     def _run(self, binding: Any, *events: torch.cuda.Event) -> dict[str, Tensor]:
         graph = self.graph
