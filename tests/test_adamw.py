@@ -510,6 +510,24 @@ def test_a_step_that_fails_behind_its_first_launch_is_noticed(watched, device, m
     close(ps[1:], want)
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_graph_that_another_thread_makes_during_a_step_notices(watched, device, monkeypatch):
+    ps, gs, ms, vs = model(device, [(8,)])
+    x, launch, losses = torch.ones(8, device=device, requires_grad=True), module._Group.launch, []
+
+    def launched(self, *args):
+        thread = threading.Thread(target=lambda: losses.append((x * ps[0]).sum()))
+        thread.start()
+        thread.join()
+        launch(self, *args)
+
+    monkeypatch.setattr(module._Group, "launch", launched)
+    with FlopCounterMode(display=False) if watched else contextlib.nullcontext():
+        adamw_step(ps, gs, ms, vs, step=1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[0].backward()
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("counted", [False, True])
 def test_a_step_within_a_step_of_the_same_list_changes_no_gradients(counted, device, monkeypatch):

@@ -1,7 +1,6 @@
 """The optimizer: step by step against torch's own, and with all that people put around an optimizer."""
 
 import copy
-import functools
 import io
 import math
 import os
@@ -258,26 +257,6 @@ def test_states_may_become_views_of_themselves(how, capturable, device):
         after(optimizer, ps, 2, 3)
     close(*lists)
     close_states(*made)
-
-
-@pytest.mark.parametrize("capturable", [False, True])
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_parameter_moves_with_its_state_to_another_optimizer(first, capturable, device):
-    lists = [parameters(device) for _ in BOTH]
-    pairs = []
-    for kind, ps in zip((torch.optim.AdamW, functools.partial(AdamW, capturable=capturable)), lists, strict=True):
-        pairs.append([after(kind(some, lr=0.1), some, 2) for some in (ps[:3], ps[3:])])
-        old, new = pairs[-1]
-        new.state[ps[2]] = old.state.pop(ps[2])
-        del old.param_groups[0]["params"][2]
-        new.param_groups[0]["params"].append(ps[2])
-        for i in range(2, 5):
-            gradients(ps, i)
-            for optimizer in (old, new)[:: 1 - 2 * first]:
-                optimizer.step()
-    close(*lists)
-    for of_torch, own in zip(*pairs, strict=True):
-        close_states(of_torch, own)
 
 
 def test_a_program_may_put_it_for_that_of_torch(device, monkeypatch):

@@ -154,9 +154,10 @@ class AdamW(torch.optim.AdamW):
     If a parameter or a gradient is of a tensor subclass with memory, the step uses that memory directly.
 
     Where steps are counted on the device, also after `capturable` is set back, parameters share the tensor ``step`` in
-    their states. To change the number of one of them, replace that tensor instead of writing to it. Elsewhere a program
-    may do both, but give ``step`` no other memory by ``data`` or ``set_``. A step may replace these tensors, so look
-    them up in the state each time.
+    their states. To change the number of one of them, replace that tensor instead of writing to it. Give another
+    optimizer a copy of a state. Between replays of a graph that holds the step, call ``step`` only if the same
+    parameters have gradients. Elsewhere a program may do all of this, but give ``step`` no other memory by ``data`` or
+    ``set_``. A step may replace these tensors, so look them up in the state each time.
 
     The averages have the dtype of their parameter, as in `torch.optim.AdamW`. Numbers of steps are float32, and end
     at 2**24, also if torch's default dtype is another. Threads that step one optimizer at once may lose counts, as
@@ -314,14 +315,12 @@ class AdamW(torch.optim.AdamW):
                 else:
                     launch.count_apart(done)
                 continue
-            other = _memory(launch.count) in taken  # by parameters that are not stepped now, or by another launch
-            if other and capturing:
-                raise RuntimeError(
-                    "AdamW: expected gradients of the parameters that the steps before had, got those of others; "
-                    "step once with these, then capture"
-                )
-            # Where states have changed, a program may have given some to another optimizer.
-            if other or not (capturing or self._states):
+            if _memory(launch.count) in taken:  # by parameters that are not stepped now, or by another launch
+                if capturing:
+                    raise RuntimeError(
+                        "AdamW: expected gradients of the parameters that the steps before had, got those of others; "
+                        "step once with these, then capture"
+                    )
                 launch.count = launch.count.clone()
             launch.count_by(launch.count)
             taken.add(_memory(launch.count))

@@ -348,7 +348,8 @@ class _List:
         self.groups = [group for _, group in groups if group.programs]
         self.order = np.array([i for at, group in groups if group.programs for i in at], np.int64)
         self.placed: _Placed | None = None
-        self.stream = 0  # of the last step
+        # The stream of the last step, or of the tables' allocation.
+        self.stream = torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else None
 
     def holds(self, states: list[Tensor], grads: list[Tensor]) -> bool:
         """Whether these have the addresses of the tensors that it knows, and are of their kinds.
@@ -559,14 +560,17 @@ def _step(
             of.placed = placed._replace(table=None)
     fractions = (1 - beta1**step, 1 - beta2**step)
     numbers = lr, beta1, beta2, *fractions, eps, decay, most
-    # For graphs that kept one. Before it is written: a step that fails or is interrupted may have written too.
-    torch.autograd.graph.increment_version(states if count is None else [*states, count])
-    for i, (group, told) in enumerate(zip(of.groups, placed.told or grads, strict=False)):
-        # Programs of every group have the same numbers, and so would have the same random bits.
-        seeded = step & 0x7FFFFFFF, ((seed or 0) + i * 0x2545F491) % 0x7FFFFFFF, *numbers
-        group.launch(told, given, seeded, maximize, seed is not None, group is of.groups[-1])
-    if count is not None and not of.groups:
-        apply(Tensor.add_, count, 1 if found is None else found.view(()) == 0)
+    written = states if count is None else [*states, count]
+    torch.autograd.graph.increment_version(written)  # for graphs that kept one; an interrupt may come behind a launch
+    try:
+        for i, (group, told) in enumerate(zip(of.groups, placed.told or grads, strict=False)):
+            # Programs of every group have the same numbers, and so would have the same random bits.
+            seeded = step & 0x7FFFFFFF, ((seed or 0) + i * 0x2545F491) % 0x7FFFFFFF, *numbers
+            group.launch(told, given, seeded, maximize, seed is not None, group is of.groups[-1])
+        if count is not None and not of.groups:
+            apply(Tensor.add_, count, 1 if found is None else found.view(()) == 0)
+    finally:  # for those that another thread has made meanwhile
+        torch.autograd.graph.increment_version(written)
     # Back only now: a step that fails may leave tables half-written, or, if it is interpreted, a ticket.
     if known or not capture:
         if len(_known) >= _LISTS:
@@ -723,7 +727,8 @@ def adamw_step(
     its tables, which then live as long as the process, and copies at most the addresses of gradients, where these lie
     elsewhere. Steps of a list on several streams have to wait for each other, as for all that works in place. A signal
     handler that interrupts a step must not give its tensors other memory, as ``Module.to`` does. Where Triton
-    interprets, it must neither step nor wait for a thread that steps.
+    interprets, it must neither step nor wait for a thread that steps. Threads that step one list of several dtypes with
+    a `step` on the device must take turns by a lock.
 
     The formula is that of I. Loshchilov and F. Hutter, "Decoupled Weight Decay Regularization", 2019.
 
