@@ -244,6 +244,8 @@ _NONE = type(None)
 _known: dict[Any, _List] = {}
 _LISTS = 256
 _nested = operator.attrgetter("is_nested")
+#: Without a frame of Python, before which Ctrl-C could come.
+_raise_versions = _private("torch:_C._increment_version", torch.autograd.graph.increment_version)
 #: Beyond all addresses.
 _FAR = 2**62
 #: What is below may be no address, but an offset into storage that was freed.
@@ -561,7 +563,6 @@ def _step(
     fractions = (1 - beta1**step, 1 - beta2**step)
     numbers = lr, beta1, beta2, *fractions, eps, decay, most
     written = states if count is None else [*states, count]
-    torch.autograd.graph.increment_version(written)  # for graphs that kept one; an interrupt may come behind a launch
     try:
         for i, (group, told) in enumerate(zip(of.groups, placed.told or grads, strict=False)):
             # Programs of every group have the same numbers, and so would have the same random bits.
@@ -569,8 +570,8 @@ def _step(
             group.launch(told, given, seeded, maximize, seed is not None, group is of.groups[-1])
         if count is not None and not of.groups:
             apply(Tensor.add_, count, 1 if found is None else found.view(()) == 0)
-    finally:  # for those that another thread has made meanwhile
-        torch.autograd.graph.increment_version(written)
+    finally:  # for graphs that kept one; a step that fails may have written too
+        _raise_versions(written)
     # Back only now: a step that fails may leave tables half-written, or, if it is interpreted, a ticket.
     if known or not capture:
         if len(_known) >= _LISTS:
