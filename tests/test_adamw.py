@@ -510,6 +510,23 @@ def test_a_step_that_fails_behind_its_first_launch_is_noticed(watched, device, m
     close(ps[1:], want)
 
 
+def test_a_compiled_function_may_begin_eagerly(device):
+    """Then torch.compile looks at every function that is called."""
+    lists, want = ([model(device, [(5,), (6,)]), model(device, [(8,), (9,)])] for _ in range(2))
+
+    def stepped(lists, step):
+        for some in (*lists, *lists):
+            adamw_step(*some, step=step)
+        return lists[0][0][0] * 1
+
+    with torch.compiler.set_stance("eager_then_compile"):
+        run = torch.compile(stepped, backend="aot_eager")
+        for step in (1, 2, 3):
+            run(lists, step)
+            stepped(want, step)
+    close([t for some in lists for ts in some for t in ts], [t for some in want for ts in some for t in ts], 0)
+
+
 @pytest.mark.parametrize("watched", [False, True])
 def test_a_graph_that_another_thread_makes_during_a_step_notices(watched, device, monkeypatch):
     ps, gs, ms, vs = model(device, [(8,)])

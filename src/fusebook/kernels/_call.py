@@ -644,6 +644,14 @@ def register_writes(custom: Any) -> None:
         LIBRARY.impl(custom.name(), kernel, "ADInplaceOrView", with_keyset=True)
 
 
+def skipped(function: Any) -> None:
+    """Make torch.compile leave a function, and what that calls, as they are; see ``torch.compiler.set_stance``."""
+    frames = _private("torch:_C._dynamo.eval_frame", None)
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
 class _Recorded(torch.autograd.Function):
     """The gradient of a call: ``apply(what, tensors, addresses, *flat)``, where ``what`` has `op`, `run`, `lengths`.
 

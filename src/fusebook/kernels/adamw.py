@@ -46,6 +46,7 @@ from ._call import (
     launching,
     number,
     register_writes,
+    skipped,
     unhooked,
     watched,
 )
@@ -587,6 +588,9 @@ def _stepped(params: list[Tensor], *others: Any) -> None:
     else:
         _step(params, *others)
 
+
+# Where a compiled function begins eagerly, torch.compile looks at what it calls, which here writes by addresses.
+skipped(_stepped)
 
 _SCHEMA = (
     "adamw_step(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
