@@ -722,7 +722,8 @@ def adamw_step(
     Notes
     -----
     Tensors on meta are checked, and nothing is computed. If a tensor is of a subclass with memory, the step
-    uses that memory directly.
+    uses that memory directly. Do not put a nested tensor in the place of a tensor that was stepped: it is refused, but
+    at the same address it ends the process.
 
     Autograd does not see a step: a derivative with respect to what a parameter, or `lr`, was computed from takes the
     new values for given. To differentiate through steps, write them in operations of PyTorch.
