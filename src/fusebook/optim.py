@@ -156,8 +156,8 @@ class AdamW(torch.optim.AdamW):
     Where steps are counted on the device, also after `capturable` is set back, parameters share the tensor ``step`` in
     their states. To change the number of one of them, replace that tensor instead of writing to it. Give another
     optimizer a copy of a state. Between replays of a graph that holds the step, call ``step`` only if the same
-    parameters have gradients. Elsewhere a program may do all of this, but give ``step`` no other memory by ``data`` or
-    ``set_``. A step may replace these tensors, so look them up in the state each time.
+    parameters have gradients. Where the host counts, a program may write to ``step``, but must not give it other memory
+    by ``data`` or ``set_``. A step may replace these tensors, so look them up in the state each time.
 
     The averages have the dtype of their parameter, as in `torch.optim.AdamW`. Numbers of steps are float32, and end
     at 2**24, also if torch's default dtype is another. Threads that step one optimizer at once may lose counts, as
@@ -446,7 +446,7 @@ def _shared(count: Tensor) -> bool:
 def _memory(count: Tensor) -> Any:
     """The memory of a number, where its views are too; the tensor's identity if it has no address."""
     try:
-        return (count.device, count.data_ptr()) if count.data_ptr() else id(count)
+        return (count.device, address) if (address := count.data_ptr()) else id(count)
     except RuntimeError:
         return id(count)
 

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fusebook.kernels._call import INTERPRETED, _modes, _private, _transforms
+from fusebook.kernels._call import INTERPRETED, _modes, _private, _transforms, skipped
 from fusebook.measure.machine import cache_folder
 
 #: An attribute of torch, because modules of this package may be reloaded or dropped. The C library keeps addresses of
@@ -368,11 +368,8 @@ def _destroy(kernel: int) -> None:
 
 
 # torch.compile would trace these, and look through tables that change meanwhile.
-_frames = _private("torch:_C._dynamo.eval_frame", None)
-if hasattr(_frames, "set_code_exec_strategy"):
-    _skip = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
-    for _callback in (_create, _compute, _destroy):
-        _frames.set_code_exec_strategy(_callback.__code__, _skip)
+for _callback in (_create, _compute, _destroy):
+    skipped(_callback)
 
 _CREATE_CALLBACK = _CREATE(_create)
 _DESTROY_CALLBACK = _DESTROY(_destroy)
