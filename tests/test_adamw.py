@@ -545,7 +545,6 @@ def test_a_graph_that_another_thread_makes_during_a_step_notices(watched, device
         losses[0].backward()
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("counted", [False, True])
 def test_a_step_within_a_step_of_the_same_list_changes_no_gradients(counted, device, monkeypatch):
     """As by the handler of a signal, which may come at any time."""
@@ -570,6 +569,18 @@ def test_a_step_within_a_step_of_the_same_list_changes_no_gradients(counted, dev
     close(ps, want)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", ["params", "exp_avgs", "exp_avg_sqs"])
+def test_a_nested_state_is_refused_after_a_step_at_the_same_address(name, device):
+    lists = dict(zip(("params", "grads", "exp_avgs", "exp_avg_sqs"), model(device, [(2, 3), (2, 3)]), strict=True))
+    adamw_step(*lists.values(), step=1)
+    sizes, strides, starts = torch.tensor([[3], [3]]), torch.tensor([[1], [1]]), torch.tensor([0, 3])
+    lists[name][1] = torch._nested_view_from_buffer(lists[name][1].view(-1), sizes, strides, starts)
+    with pytest.raises(TypeError, match=rf"expected {name}\[1\] to be dense, got a nested tensor"):
+        adamw_step(*lists.values(), step=2)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_gradient_is_refused_after_a_step(device):
     ps, gs, ms, vs = model(device, [(2, 3), (2, 3)])
     adamw_step(ps, gs, ms, vs, step=1)

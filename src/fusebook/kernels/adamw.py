@@ -365,7 +365,9 @@ class _List:
                 and not any(map(_nested, grads))  # whose guard ends the process
                 and self.grads(*grads)
                 and all(
-                    list(map(Tensor.data_ptr, part := states[i : i + _PART])) == addresses and check(*part)
+                    list(map(Tensor.data_ptr, part := states[i : i + _PART])) == addresses
+                    and not any(map(_nested, part))
+                    and check(*part)
                     for i, addresses, check in self.parts
                 )
             )
@@ -722,8 +724,7 @@ def adamw_step(
     Notes
     -----
     Tensors on meta are checked, and nothing is computed. If a tensor is of a subclass with memory, the step
-    uses that memory directly. Do not put a nested tensor in the place of a tensor that was stepped: it is refused, but
-    at the same address it ends the process.
+    uses that memory directly.
 
     Autograd does not see a step: a derivative with respect to what a parameter, or `lr`, was computed from takes the
     new values for given. To differentiate through steps, write them in operations of PyTorch.
