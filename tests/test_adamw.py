@@ -3,7 +3,11 @@
 import contextlib
 import itertools
 import math
+import os
+import subprocess
+import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusebook
@@ -587,6 +592,40 @@ def test_a_nested_gradient_is_refused_after_a_step(device):
     gs[1] = torch.nested.nested_tensor([torch.ones(3), torch.ones(3)], device=device)
     with pytest.raises(TypeError, match=r"expected grads\[1\] to be dense, got a nested tensor"):
         adamw_step(ps, gs, ms, vs, step=2)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:There is a performance drop")
+def test_a_member_of_a_nested_tensor_is_refused_after_a_step(device):
+    ps, gs, ms, vs = model(device, [(2, 3), (2, 3)])
+    adamw_step(ps, gs, ms, vs, step=1)
+    nested = torch.nested.nested_tensor([torch.ones(2, 3)] * 2, device=device)
+    kept: list[Any] = []
+    torch.vmap(lambda g: (kept.append(g), g.sin())[1])(nested)
+    with pytest.raises(TypeError, match=r"expected grads\[1\] with memory for its elements"):
+        adamw_step(ps, [gs[0], kept[0]], ms, vs, step=2)
+
+
+def test_a_step_is_traced_ahead_of_autograd(device):
+    lists = model(device, [(4,)])
+    adamw_step(*lists, step=1)
+    traced = make_fx(lambda *lists: adamw_step(*lists, step=2), pre_dispatch=True)(*lists)
+    assert torch.ops.fusebook.adamw_step.default in [node.target for node in traced.graph.nodes]
+
+
+@needs_cuda
+def test_tensors_on_a_gpu_are_refused_where_triton_interprets():
+    code = """if True:
+        import torch
+        from fusebook import adamw_step
+        ps, gs, ms, vs = ([torch.ones(4, device="cuda")] for _ in range(4))
+        try:
+            adamw_step(ps, gs, ms, vs, step=1)
+        except ValueError as error:
+            print(error)
+    """
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "expected tensors on the CPU where Triton interprets" in done.stdout
 
 
 def test_a_tangent_is_refused(device):

@@ -905,6 +905,22 @@ def test_fsdp2_with_the_tools_of_checkpoints(mesh):
     assert {s["step"].item() for s in made[1].state.values()} == {4}
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_parameter_that_is_swapped_for_a_nested_one_is_refused(steps, device):
+    p = torch.nn.Parameter(torch.ones(2, 4, device=device))
+    optimizer = AdamW([p])
+    for _ in range(steps):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    p.grad = None
+    nested = torch.nested.nested_tensor([torch.ones(4), torch.ones(4)], device=device)
+    torch.utils.swap_tensors(p, torch.nn.Parameter(nested))
+    torch.nested.to_padded_tensor(p * 2, 0.0).sum().backward()
+    with pytest.raises(TypeError, match=r"expected params\[0\] to be dense, got a nested tensor"):
+        optimizer.step()
+
+
 # A GPU ----------------------------------------------------------------------------------------------------------------
 
 

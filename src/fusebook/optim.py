@@ -78,7 +78,8 @@ class _Launch:
         """The gradients of the next step, or None if anything else has changed."""
         grads = [p.grad for p in self.params]
         counts = [s.get("step") for s in self.states]
-        known = self.check is not None and self.check(*grads) and _same(counts, self.counts)
+        with torch._C.DisableTorchFunction():
+            known = self.check is not None and self.check(grads) is not None and _same(counts, self.counts)
         # Bytes, since a write by `data` or NumPy leaves no new version.
         known = known and (self.seen is None or self.count.numpy().tobytes() == self.seen)
         return grads if known else None
@@ -535,6 +536,6 @@ def _gradient(g: Any, local: Tensor) -> Tensor:
     """The local part of a gradient, with the strides of the parameter's, in memory as it is."""
     g = _local(g)
     # Autograd leaves a view that negates behind torch.conj, for a parameter of one element.
-    if g.layout is torch.strided and (g.stride() != local.stride() or g.is_neg()):
+    if g.layout is torch.strided and not g.is_nested and (g.stride() != local.stride() or g.is_neg()):
         g = torch.empty_like(local, dtype=g.dtype, requires_grad=False).copy_(g)
     return g  # type: ignore[no-any-return]

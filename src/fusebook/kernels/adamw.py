@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from ._call import (
     FLOATING,
+    INTERPRETED,
     LIBRARY,
     NAMESPACE,
     _below,
@@ -312,9 +313,20 @@ class _Group:
             self.compiled[key] = _below(compiled, (self.programs, 1, 1), known, len(args) + len(constants))
 
 
-def guard(tensors: Sequence[Tensor]) -> Any:
-    """What tells whether as many tensors are of the same kinds as these; None is of no kind."""
-    return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+def guard(tensors: Sequence[Tensor]) -> Callable[[list[Any]], list[int] | None]:
+    """A function that returns the addresses of as many tensors of the same kinds, and None for any others."""
+    check = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+    def addresses(others: list[Any]) -> list[int] | None:
+        try:
+            found = list(map(Tensor.data_ptr, others))
+            # The guards of torch end the process where sizes cannot be asked: of nested tensors, and of their members
+            # within torch.vmap, which have no address.
+            return found if not any(map(_nested, others)) and check(*others) else None
+        except (AttributeError, TypeError, RuntimeError):  # no tensor, or one without memory of its own
+            return None
+
+    return addresses
 
 
 class _List:
@@ -326,6 +338,11 @@ class _List:
     def __init__(self, lists: tuple[list[Tensor], ...], tensors: list[Tensor]) -> None:
         params, ms, *_, grads = lists
         self.device = params[0].device
+        if INTERPRETED and self.device.type != "cpu":
+            raise ValueError(
+                f"{_NAME}: expected tensors on the CPU where Triton interprets, since they are read by address, "
+                f"got some on {self.device}; move them, or unset TRITON_INTERPRET"
+            )
         _no_gradient_of(grads)
         _check_lists(*lists)
         self.asked = any(g.requires_grad for g in grads)
@@ -354,25 +371,15 @@ class _List:
         # The stream of the last step, or of the tables' allocation.
         self.stream = torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else None
 
-    def holds(self, states: list[Tensor], grads: list[Tensor]) -> bool:
-        """Whether these have the addresses of the tensors that it knows, and are of their kinds.
+    def holds(self, states: list[Tensor], grads: list[Tensor]) -> list[int] | None:
+        """The addresses of the gradients, if all are of the kinds of the tensors that it knows, and states are there.
 
         The same objects are asked too: a new ``data`` may be shorter and begin at the same address.
         """
-        try:
-            return (
-                not (self.asked and torch.is_grad_enabled())
-                and not any(map(_nested, grads))  # whose guard ends the process
-                and self.grads(*grads)
-                and all(
-                    list(map(Tensor.data_ptr, part := states[i : i + _PART])) == addresses
-                    and not any(map(_nested, part))
-                    and check(*part)
-                    for i, addresses, check in self.parts
-                )
-            )
-        except (AttributeError, TypeError, RuntimeError):  # no tensor, or one without memory of its own
-            return False
+        if self.asked and torch.is_grad_enabled():
+            return None
+        known = all(found(states[i : i + _PART]) == addresses for i, addresses, found in self.parts)
+        return self.grads(grads) if known else None
 
     def meets(self, first: Any, sizes: Any) -> bool:
         """Whether a step writes any of so many bytes from these addresses on."""
@@ -538,16 +545,18 @@ def _step(
         capture = first.is_cuda and torch.cuda.is_current_stream_capturing()
         # Taken out: a thread, or the handler of a signal, that steps this list meanwhile makes tables of its own.
         of = _known.pop(key, None)
-        known = of is not None and of.holds(states, grads)
-        if of is None or not known:
+        addresses = of.holds(states, grads) if of else None
+        known = addresses is not None
+        if of is None or addresses is None:
             of = _List((params, ms, vs, tops, exacts, grads), [*states, *grads])
+            addresses = list(map(Tensor.data_ptr, grads))
         for what, single in singles:
             if of.meets(single.data_ptr(), single.element_size()):
                 raise ValueError(f"{_NAME}: expected {what} apart from what is written, got it in its memory; clone it")
         # Steps of a list follow each other, on whatever streams: when one begins, its table is there and nobody's else.
         if first.is_cuda and not capture:
             of.keep()
-        kept, addresses = of.placed, list(map(Tensor.data_ptr, grads))
+        kept = of.placed
         stayed = kept is not None and kept.addresses == addresses
         placed: _Placed = kept if kept and stayed else of.place(grads, addresses, None if capture else kept)
         if count is not None:  # it is written too
@@ -623,6 +632,8 @@ _custom = getattr(torch.ops, NAMESPACE).adamw_step.default
 register_writes(_custom)
 #: The mode of `torch.autograd.graph.allow_mutation_on_saved_tensors`, which fails if an operator may write to None.
 _Cloning = _private("torch.autograd.graph:_CloneArgBeforeMutateMode", ())
+#: How many modes of make_fx trace ahead of autograd, as ``pre_dispatch=True`` asks for.
+_ahead = _private("torch._ops:_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
 _stack = _private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", list)
 
 
@@ -770,7 +781,7 @@ def adamw_step(
     if seed is not None:
         seed = integer(_NAME, "seed", seed, "None rounds to the nearest")
     numbers: Any = count, done, rate, speed, beta1, beta2, eps, decay, maximize, seed, norm, most, grad_scale, found_inf
-    if not lists[0] or not watched():  # without a tensor, the dispatcher finds no operator
+    if not lists[0] or not (watched() or _ahead()):  # without a tensor, the dispatcher finds no operator
         _stepped(*lists, *numbers)
     else:
         singles = [count, rate, norm, grad_scale, found_inf]
