@@ -605,6 +605,48 @@ def test_a_member_of_a_nested_tensor_is_refused_after_a_step(device):
         adamw_step(ps, [gs[0], kept[0]], ms, vs, step=2)
 
 
+class OwnSizes(torch.Tensor):
+    """A subclass with memory that answers for its sizes itself, as often as `answers` says."""
+
+    answers = itertools.repeat(None)
+
+    @staticmethod
+    def __new__(cls, data):
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, strides=data.stride(), dtype=data.dtype, device=data.device,
+            dispatch_sizes_strides_policy="sizes",
+        )  # fmt: skip
+        made.data = made.of = data
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if next(cls.answers, cls) is cls:
+            raise RuntimeError("no more answers")
+        return function(*[getattr(a, "of", a) for a in args], **(kwargs or {}))
+
+
+@pytest.mark.parametrize("answers", range(8))
+def test_a_failing_subclass_fails_in_a_known_list_too(answers, device, monkeypatch):
+    ps, gs, ms, vs = model(device, [(2, 3), (2, 3)])
+    ps[1] = OwnSizes(ps[1])
+    adamw_step(ps, gs, ms, vs, step=1)
+    monkeypatch.setattr(OwnSizes, "answers", itertools.repeat(None, answers))
+    with pytest.raises((RuntimeError, TypeError), match=r"no more answers|expected params\[1\] with memory"):
+        adamw_step(ps, gs, ms, vs, step=2)
+
+
+def test_a_list_that_an_operator_stepped_in_inference_mode_is_stepped_outside(device):
+    ps, gs, ms, vs = model(device, [(2, 3), (2, 3)])
+    others = [g + 1 for g in gs]
+    want = by_torch(ps, [gs, others], lr=0.01)
+    with torch.inference_mode(), torch._C._AutoDispatchBelowAutograd():
+        adamw_step(ps, gs, ms, vs, step=1, lr=0.01)
+    with torch._C._AutoDispatchBelowAutograd():
+        adamw_step(ps, others, ms, vs, step=2, lr=0.01)
+    close(ps, want)
+
+
 def test_a_step_is_traced_ahead_of_autograd(device):
     lists = model(device, [(4,)])
     adamw_step(*lists, step=1)

@@ -457,7 +457,8 @@ def test_a_call_that_is_traced_is_refused_and_one_that_is_compiled_is_made():
 
     with FakeTensorMode(), pytest.raises(NotImplementedError, match="ort.Graph: expected a call that is made, got"):
         graph({"a": a, "b": a})
-    for trace in (lambda: torch.jit.trace(call, a), lambda: make_fx(call)(a)):
+    traces = [lambda ahead=ahead: make_fx(call, pre_dispatch=ahead)(a) for ahead in (False, True)]
+    for trace in (lambda: torch.jit.trace(call, a), *traces):
         with pytest.raises(NotImplementedError, match="ort.Graph: expected a call that is made, got one under"):
             trace()
     for dynamic in (None, True):

@@ -150,7 +150,8 @@ class AdamW(torch.optim.AdamW):
     -----
     A step by ``GradScaler`` does not wait for the GPU, as with ``fused=True``. The kernel divides gradients by the
     scale, and does nothing if one is not finite. Steps are then counted on the device. Unlike torch's step, this one
-    leaves gradients scaled, unless ``unscale_`` was called.
+    leaves gradients scaled, unless ``unscale_`` was called. Call it of a ``ShardedGradScaler``, as for ``fused=True``:
+    otherwise only processes with gradients that are not finite skip a step.
 
     If a parameter or a gradient is of a tensor subclass with memory, the step uses that memory directly.
 

@@ -49,6 +49,8 @@ def _private(path: str, fallback: Any) -> Any:
 
 # Without the first three, calls take the long path through torch's dispatcher.
 _modes = _private("torch:_C._len_torch_dispatch_stack", lambda: 1)
+#: Those by which ``make_fx`` traces ahead of autograd, as ``pre_dispatch=True`` asks for.
+_ahead = _private("torch._ops:_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
 _transforms = _private("torch:_C._are_functorch_transforms_active", lambda: True)
 _tracing = _private("torch:_C._get_tracing_state", torch.jit.is_tracing)
 _autocast = _private("torch:_C._is_any_autocast_enabled", lambda: True)

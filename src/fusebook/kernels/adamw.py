@@ -33,6 +33,7 @@ from ._call import (
     INTERPRETED,
     LIBRARY,
     NAMESPACE,
+    _ahead,
     _below,
     _modes,
     _private,
@@ -261,7 +262,9 @@ def _on_device(values: Any, device: torch.device, table: Tensor | None = None) -
     cuda = device.type == "cuda"  # pinned, or the host would wait for the device
     host = torch.empty(len(values), dtype=torch.int64, pin_memory=cuda)
     host.numpy()[:] = values
-    table = torch.empty(len(values), dtype=torch.int64, device=device) if table is None else table
+    if table is None:
+        with torch.inference_mode(False):  # else nothing may write to it outside
+            table = torch.empty(len(values), dtype=torch.int64, device=device)
     return table.copy_(host, non_blocking=True), host
 
 
@@ -315,6 +318,8 @@ class _Group:
 
 def guard(tensors: Sequence[Tensor]) -> Callable[[list[Any]], list[int] | None]:
     """A function that returns the addresses of as many tensors of the same kinds, and None for any others."""
+    if any(type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in tensors):
+        return lambda others: None  # whose sizes may be a program's own, and a guard has no way to raise its errors
     check = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
     def addresses(others: list[Any]) -> list[int] | None:
@@ -632,8 +637,6 @@ _custom = getattr(torch.ops, NAMESPACE).adamw_step.default
 register_writes(_custom)
 #: The mode of `torch.autograd.graph.allow_mutation_on_saved_tensors`, which fails if an operator may write to None.
 _Cloning = _private("torch.autograd.graph:_CloneArgBeforeMutateMode", ())
-#: How many modes of make_fx trace ahead of autograd, as ``pre_dispatch=True`` asks for.
-_ahead = _private("torch._ops:_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
 _stack = _private("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", list)
 
 

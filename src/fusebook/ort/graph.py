@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from fusebook.kernels._call import _modes, _tracing, flag, integer
+from fusebook.kernels._call import _ahead, _modes, _tracing, flag, integer
 from fusebook.ort.custom import _ELEMENTS, CustomOp, _stored, register, untransformed
 
 __all__ = ["Bound", "Graph"]
@@ -580,7 +580,7 @@ def _check_tracing(graph: Graph) -> None:
         )
     modes = _get_current_dispatch_mode_stack() if _modes() else []
     proxies = any(type(mode).__name__ == "ProxyTorchDispatchMode" for mode in modes)
-    if _tracing() or proxies or any(hasattr(mode, "allow_non_fake_inputs") for mode in modes):
+    if _tracing() or _ahead() or proxies or any(hasattr(mode, "allow_non_fake_inputs") for mode in modes):
         raise NotImplementedError(
             "ort.Graph: expected a call that is made, got one under torch.export, torch.jit.trace, "
             "make_fx or FakeTensorMode; call it outside of them"
