@@ -1,12 +1,14 @@
 """AdamW for a list of tensors: against torch's own, in every kind, for every list that somebody may give."""
 
 import contextlib
+import functools
 import itertools
 import math
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -647,11 +649,63 @@ def test_a_list_that_an_operator_stepped_in_inference_mode_is_stepped_outside(de
     close(ps, want)
 
 
+def test_a_known_list_keeps_its_kernel(device, monkeypatch):
+    """Triton unloads one that nobody holds, which its own cache drops where two threads compile it at once."""
+
+    class Kernel:
+        packed_metadata, function, metadata = (1,), 1, None
+        run = staticmethod(lambda *args: None)
+
+    kept = []
+
+    def launched(*args, **constants):
+        kernel = Kernel()
+        kept.append(weakref.ref(kernel))
+        return kernel
+
+    monkeypatch.setattr(module, "launch", launched)
+    adamw_step(*model(device, [(4,)]), step=1)
+    assert kept[0]() is not None
+
+
 def test_a_step_is_traced_ahead_of_autograd(device):
     lists = model(device, [(4,)])
     adamw_step(*lists, step=1)
     traced = make_fx(lambda *lists: adamw_step(*lists, step=2), pre_dispatch=True)(*lists)
     assert torch.ops.fusebook.adamw_step.default in [node.target for node in traced.graph.nodes]
+
+
+@needs_cuda
+@pytest.mark.parametrize("known", [False, True])
+def test_a_compiled_function_that_steps_may_be_held_by_cuda_graphs(known):
+    ps, gs, ms, vs = model("cuda", [(8, 3), (5,)])
+    count, want = torch.zeros((), device="cuda"), by_torch(ps, [gs] * (known + 6), lr=0.01)
+    step = functools.partial(adamw_step, step=count, lr=0.01)
+    if known:
+        step(ps, gs, ms, vs)
+    for tensor in (*ps, *ms, *vs, count):
+        torch._dynamo.mark_static_address(tensor)
+
+    @torch.compile(mode="reduce-overhead")
+    def train(grads):
+        grads = [g * 1 for g in grads]
+        step(ps, grads, ms, vs)
+        return sum(g.sum() for g in grads)
+
+    for _ in range(6):
+        train([g.clone() for g in gs])
+    close(ps, want)
+
+
+@needs_cuda
+def test_the_host_has_its_part_of_the_tables_whatever_the_default_device_is():
+    code = """if True:
+        import torch
+        from fusebook import adamw_step
+        torch.set_default_tensor_type("torch.cuda.FloatTensor")
+        adamw_step(*([torch.ones(4)] for _ in range(4)), step=1)
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
 @needs_cuda

@@ -260,7 +260,7 @@ _captured: list[Any] = []
 def _on_device(values: Any, device: torch.device, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Integers on the device, and where they come from, which must outlast the copy if a graph holds that."""
     cuda = device.type == "cuda"  # pinned, or the host would wait for the device
-    host = torch.empty(len(values), dtype=torch.int64, pin_memory=cuda)
+    host = torch.empty(len(values), dtype=torch.int64, device="cpu", pin_memory=cuda)
     host.numpy()[:] = values
     if table is None:
         with torch.inference_mode(False):  # else nothing may write to it outside
@@ -305,7 +305,7 @@ class _Group:
         current = self.device.type == "cuda" and torch.cuda.current_device() == self.device.index
         if compiled is not None and current and unhooked():  # Triton would derive anew what has not changed
             stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-            run, known, packed = compiled
+            run, known, packed, _ = compiled
             values = (*args, *constants)
             run(self.programs, 1, 1, stream, *known, *((values,) if packed else values))
             return
@@ -313,7 +313,8 @@ class _Group:
             compiled = launch(_adamw_chunks, (self.programs,), *args, *constants, num_warps=self.plan.warps)
         if hasattr(compiled, "packed_metadata"):
             known = compiled.function, compiled.packed_metadata, None, None, None
-            self.compiled[key] = _below(compiled, (self.programs, 1, 1), known, len(args) + len(constants))
+            below = _below(compiled, (self.programs, 1, 1), known, len(args) + len(constants))
+            self.compiled[key] = *below, compiled  # kept, since Triton unloads what nobody holds
 
 
 def guard(tensors: Sequence[Tensor]) -> Callable[[list[Any]], list[int] | None]:
@@ -614,7 +615,8 @@ _SCHEMA = (
     "float beta1, float beta2, float eps, float weight_decay, bool maximize, int? seed, Tensor? norm, float max_norm, "
     "Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
 )
-LIBRARY.define(_SCHEMA, tags=torch.Tag.pt2_compliant_tag)
+# A CUDA graph of torch.compile gives the memory of its pool out again, which tables that are kept must not be in.
+LIBRARY.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe))
 for _device in ("CUDA", "CPU"):  # where torch.compile has given up a caller, it would follow into the operator
     LIBRARY.impl(_NAME, getattr(torch, "_disable_dynamo", lambda function: function)(_stepped), _device)
 
