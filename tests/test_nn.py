@@ -113,6 +113,17 @@ def test_what_a_module_does_not_take():
         mlp(torch.ones(2, 4, device=DEVICE))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("ours", [ours for ours, _ in PAIRS.values()], ids=PAIRS)
+def test_a_nested_tensor_is_refused_behind_a_dense_one(ours):
+    module, x = ours().to(DEVICE), torch.ones(2, 8, device=DEVICE, requires_grad=True)
+    rest = [torch.zeros(2, dtype=torch.int64, device=DEVICE)] if hasattr(module, "linear") else []
+    for _ in range(3):
+        module(x, *rest).sum().backward()
+    with pytest.raises(TypeError, match="expected a dense tensor, got a nested one"):
+        module(torch.nested.nested_tensor([x.detach()] * 2), *rest)
+
+
 def test_weights_of_another_kind_are_taken_or_refused():
     x = torch.randn(3, 8, dtype=torch.bfloat16, device=DEVICE)
     norm = fusebook.nn.RMSNorm(8, device=DEVICE)
