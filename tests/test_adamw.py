@@ -649,6 +649,56 @@ def test_a_list_that_an_operator_stepped_in_inference_mode_is_stepped_outside(de
     close(ps, want)
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_subclass_that_says_other_sizes_is_stepped_in_its_memory(known, device):
+    class Shard(torch.Tensor):
+        """A part that says the size of the whole."""
+
+        def numel(self):
+            return 2 * super().numel()
+
+        def data_ptr(self):
+            return super().data_ptr() + 4
+
+    memory, (gs, ms, vs) = torch.ones(4, 64, device=device), model(device, [(64,), (64,)])[1:]
+    ps = [memory[0], memory[2]]
+    want = by_torch(ps, [gs] * (1 + known), lr=0.01)
+    if known:
+        adamw_step(ps, gs, ms, vs, step=1, lr=0.01)
+    adamw_step([ps[0], ps[1].as_subclass(Shard)], gs, ms, vs, step=1 + known, lr=0.01)
+    close([memory[0], memory[2]], want)
+    assert torch.equal(memory[1::2], torch.ones(2, 64, device=device))
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("name", ["params", "grads", "exp_avgs"])
+def test_a_wrapper_that_shows_the_storage_of_what_it_wraps_is_refused(name, known, device):
+    """As quantised weights do, whose own address is 0."""
+
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, of):
+            made = torch.Tensor._make_wrapper_subclass(
+                cls, of.shape, strides=of.stride(), dtype=of.dtype, device=of.device
+            )
+            made.of = of
+            return made
+
+        def untyped_storage(self):
+            return self.of.untyped_storage()
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            return function(*[getattr(a, "of", a) for a in args], **(kwargs or {}))
+
+    lists = dict(zip(("params", "grads", "exp_avgs", "exp_avg_sqs"), model(device, [(8,), (8,)]), strict=True))
+    if known:
+        adamw_step(*lists.values(), step=1)
+    lists[name][1] = Wrapper(torch.ones(64, device=device)[8:16])
+    with pytest.raises(TypeError, match=rf"expected {name}\[1\] with memory for its elements, got Wrapper without"):
+        adamw_step(*lists.values(), step=2)
+
+
 def test_a_known_list_keeps_its_kernel(device, monkeypatch):
     """Triton unloads one that nobody holds, which its own cache drops where two threads compile it at once."""
 

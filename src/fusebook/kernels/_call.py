@@ -1105,12 +1105,12 @@ def check_stored(name: str, what: str, value: Tensor, *, meta: bool = False) -> 
     check_local(name, what, value)
     if meta and value.is_meta:
         return
-    try:
-        storage = value.untyped_storage()
+    try:  # not by methods of a subclass, which may answer for what it wraps
+        storage = Tensor.untyped_storage(value)
         address = storage.data_ptr()  # that of a wrapper is refused
-        extents = zip(value.shape, value.stride(), strict=True)
-        end = value.storage_offset() + 1 + sum((n - 1) * stride for n, stride in extents)
-        if not value.numel() or (address and storage.nbytes() >= end * value.element_size()):
+        extents = zip(Tensor.size(value), Tensor.stride(value), strict=True)
+        end = Tensor.storage_offset(value) + 1 + sum((n - 1) * stride for n, stride in extents)
+        if not Tensor.numel(value) or (address and storage.nbytes() >= end * Tensor.element_size(value)):
             return
     except RuntimeError:
         pass

@@ -280,8 +280,8 @@ class _Group:
         self.kinds = *(_TYPES[dtype] for dtype in dtypes), bool(lists[3]), bool(lists[4]), single
         self.compiled: dict[Any, Any] = {}
         none = [0] * self.tensors
-        rows = np.array([[t.data_ptr() for t in tensors] if tensors else none for tensors in lists])
-        sizes = np.array([t.numel() for t in lists[0]])
+        rows = np.array([list(map(Tensor.data_ptr, tensors)) if tensors else none for tensors in lists])
+        sizes = np.array(list(map(Tensor.numel, lists[0])))
         self.plan = _adamw_plan(dtypes[2].itemsize, int(sizes.sum()), *gpu(self.device))
         each = -(-sizes // (self.plan.block * self.plan.steps))
         self.programs = int(each.sum())
@@ -315,6 +315,11 @@ class _Group:
             known = compiled.function, compiled.packed_metadata, None, None, None
             below = _below(compiled, (self.programs, 1, 1), known, len(args) + len(constants))
             self.compiled[key] = *below, compiled  # kept, since Triton unloads what nobody holds
+
+
+def _bytes(t: Tensor) -> int:
+    """Those in its memory; a subclass may say another ``numel``, of all parts of a tensor, say."""
+    return Tensor.numel(t) * Tensor.element_size(t)
 
 
 def guard(tensors: Sequence[Tensor]) -> Callable[[list[Any]], list[int] | None]:
@@ -356,10 +361,10 @@ class _List:
         with torch.no_grad():  # so that they also notice a gradient that is recorded
             self.grads = guard(grads)
             parts = [(i, states[i : i + _PART]) for i in range(0, len(states), _PART)]
-            self.parts = [(i, [t.data_ptr() for t in part], guard(part)) for i, part in parts]
-        spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in states)
+            self.parts = [(i, list(map(Tensor.data_ptr, part)), guard(part)) for i, part in parts]
+        spans = sorted((at, at + _bytes(t)) for at, t in zip(map(Tensor.data_ptr, states), states, strict=True))
         self.starts, self.ends = np.array([*spans, (_FAR, _FAR)]).T.copy()
-        self.sizes = np.array([g.numel() * g.element_size() or -_FAR for g in grads])
+        self.sizes = np.array([_bytes(g) or -_FAR for g in grads])
         kinds: dict[Any, list[int]] = {}
         for i, p in enumerate(params):
             kinds.setdefault((p.device, (p.dtype, grads[i].dtype, ms[i].dtype)), []).append(i)
@@ -495,7 +500,7 @@ def _check_lists(params: Any, ms: Any, vs: Any, tops: Any, exacts: Any, grads: A
         of = f"params[{i}]"
         check_tensor(_NAME, of, p, FLOATING, ("params[0]", params[0]))
         check_stored(_NAME, of, p, meta=True)
-        if p.numel() and not _dense(p):
+        if _bytes(p) and not _dense(p):
             raise ValueError(f"{_NAME}: expected {of} without gaps, got strides {p.stride()}; call contiguous() first")
         narrow = p.dtype in (torch.float16, torch.bfloat16)
         if exacts and not narrow:
@@ -507,7 +512,7 @@ def _check_lists(params: Any, ms: Any, vs: Any, tops: Any, exacts: Any, grads: A
             single = (torch.float32,) if narrow else ()
             check_tensor(_NAME, what, t, single if name == "masters" else (p.dtype, *single), (of, p))
             check_stored(_NAME, what, t, meta=True)
-            if t.shape != p.shape or (t.numel() and _laid(t) != _laid(p)):
+            if t.shape != p.shape or (_bytes(t) and _laid(t) != _laid(p)):
                 raise ValueError(
                     f"{_NAME}: expected {what} of shape {tuple(p.shape)} and strides {p.stride()} as {of} has, got "
                     f"{tuple(t.shape)} and {t.stride()}; copy it into torch.empty_like({of})"
@@ -740,7 +745,8 @@ def adamw_step(
     Notes
     -----
     Tensors on meta are checked, and nothing is computed. If a tensor is of a subclass with memory, the step
-    uses that memory directly.
+    uses that memory directly. ``torch.compile`` leaves a step out of its CUDA graphs, but for ``backend="cudagraphs"``,
+    which fails.
 
     Autograd does not see a step: a derivative with respect to what a parameter, or `lr`, was computed from takes the
     new values for given. To differentiate through steps, write them in operations of PyTorch.

@@ -737,6 +737,11 @@ def register(options: Any, *ops: CustomOp) -> None:
         domain of the operators already: a session takes one set of operators for each domain.
     TypeError, ValueError
         For something else than options and operators, and for two of one name.
+
+    Notes
+    -----
+    Do not run such a session where ``make_fx(..., pre_dispatch=True)`` traces with real tensors: what a launcher writes
+    would be in the traced program, by addresses of this run. `fusebook.ort.Graph` refuses to be called there.
     """
     if not hasattr(type(options), "register_custom_ops_library"):
         raise TypeError(
