@@ -670,6 +670,16 @@ def test_a_subclass_that_says_other_sizes_is_stepped_in_its_memory(known, device
     assert torch.equal(memory[1::2], torch.ones(2, 64, device=device))
 
 
+@pytest.mark.parametrize(("name", "value"), [("dtype", torch.bfloat16), ("is_meta", True)])
+def test_a_subclass_that_says_another_kind_is_stepped_as_its_memory(name, value, device):
+    """As a parameter may tell in which dtype it is multiplied."""
+    subclass = type("Other", (torch.Tensor,), {name: property(lambda self: value)})
+    ps, gs, ms, vs = model(device, [(64,), (64,)])
+    want = by_torch(ps, [gs], lr=0.01)
+    adamw_step([p.as_subclass(subclass) for p in ps], gs, ms, vs, step=1, lr=0.01)
+    close(ps, want)
+
+
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("name", ["params", "grads", "exp_avgs"])
 def test_a_wrapper_that_shows_the_storage_of_what_it_wraps_is_refused(name, known, device):

@@ -49,8 +49,9 @@ def _private(path: str, fallback: Any) -> Any:
 
 # Without the first three, calls take the long path through torch's dispatcher.
 _modes = _private("torch:_C._len_torch_dispatch_stack", lambda: 1)
-#: Those by which ``make_fx`` traces ahead of autograd, as ``pre_dispatch=True`` asks for.
-_ahead = _private("torch._ops:_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
+_includes = _private("torch:_C._dispatch_tls_is_dispatch_key_included", lambda key: True)
+#: Whether ``make_fx`` traces this thread ahead of autograd, as ``pre_dispatch=True`` asks for.
+_ahead = functools.partial(_includes, torch._C.DispatchKey.PreDispatch)
 _transforms = _private("torch:_C._are_functorch_transforms_active", lambda: True)
 _tracing = _private("torch:_C._get_tracing_state", torch.jit.is_tracing)
 _autocast = _private("torch:_C._is_any_autocast_enabled", lambda: True)
@@ -60,7 +61,7 @@ _memory = _private(
     "torch:_C._dynamo.guards._empty_strided_cuda",
     lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda"),
 )
-_guards = _private("torch:_C._dynamo.guards.TensorGuards", None)  # without them, calls are looked up by a key
+_tensor_guards = _private("torch:_C._dynamo.guards.TensorGuards", None)
 #: The current GPU, its stream; without a GPU, nothing that the device of a tensor could equal.
 _current: Callable[[], int | None] = lambda: None  # noqa: E731
 if torch.cuda.is_available():
@@ -192,7 +193,9 @@ def overlapping(device: torch.device) -> dict[str, bool]:
 
 def watched() -> bool:
     """Whether a compiler, tracer or transform is at work, so that a call must go through torch's dispatcher."""
-    return bool(torch.compiler.is_compiling() or _modes() or _transforms() or _ad[_LEVEL] >= 0 or _tracing())
+    if torch.compiler.is_compiling():
+        return True
+    return bool(_modes() or _ahead() or _transforms() or _ad[_LEVEL] >= 0 or _tracing())
 
 
 def readable(x: Tensor) -> bool:
@@ -226,6 +229,33 @@ def unhooked() -> bool:
         or "instrumentation_mode" in _compilation
     )
 
+
+class _Guards:
+    """What tells whether as many tensors are of the same kinds as these, by the guards of torch.compile.
+
+    Those end the process where sizes cannot be asked: of nested tensors, of their members within torch.vmap, which have
+    no address, and of a subclass that answers for them itself and fails.
+    """
+
+    def __init__(self, *tensors: Tensor, **dims: None) -> None:
+        own = any([type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in tensors])
+        self._check = (lambda *others: False) if own else _tensor_guards(*tensors, **dims).check
+
+    def addresses(self, others: Sequence[Any]) -> list[int] | None:
+        """Those of the other tensors, or None if these are of other kinds."""
+        try:
+            found = [*map(_address, others)]
+            return found if not any(map(_is_nested, others)) and self._check(*others) else None
+        except (AttributeError, TypeError, RuntimeError):  # no tensor, or one without memory of its own
+            return None
+
+    def check(self, *others: Any) -> bool:
+        """Whether the other tensors are of these kinds."""
+        return self.addresses(others) is not None
+
+
+_is_nested = operator.attrgetter("is_nested")
+_guards: Any = _tensor_guards and _Guards  # without them, calls are looked up by a key
 
 # What a call does, recorded and replayed -----------------------------------------------------------------------------
 
@@ -305,7 +335,7 @@ class _Replay:
                 slots.append(memory)
                 at.append(memory.data_ptr())
             elif kind == _LAUNCH:
-                run, grid, known, template, holes, packed = step
+                run, grid, known, template, holes, packed, _ = step
                 values = template.copy()
                 for i, find in holes:
                     values[i] = find(at)
@@ -428,7 +458,8 @@ class _Recording(TorchDispatchMode):
             template[i] = None
         sizes = (*grid, 1, 1)[:3]
         run, known, packed = _below(compiled, sizes, (*known, None, None, None), len(values))
-        self.steps.append((_LAUNCH, (run, sizes, known, template, holes, packed)))
+        # With the kernel, since Triton unloads what nobody holds.
+        self.steps.append((_LAUNCH, (run, sizes, known, template, holes, packed, compiled)))
 
     def applied(self, function: Any, args: Any, options: dict[str, Any]) -> Any:
         """Call an operation of torch, and note it with the slots of its results."""
@@ -805,8 +836,9 @@ class Operator:
         for known, find, check, others, values, asked, grad, replay in self.recent:
             if known == kinds and grad is _grad():
                 tensors = find(args)
+                at = check(tensors)
                 if (
-                    check(*tensors)  # also that no mode, transform, tracer or autocast is at work
+                    at is not None  # also that no mode, transform, tracer or autocast is at work
                     and others(args) == values
                     and (asked is None or asked == self._asked(args))
                     and _ad[_LEVEL] < 0
@@ -814,7 +846,6 @@ class Operator:
                     and replay.device == _current()
                     and not (any(_settings) and not unhooked())
                 ):
-                    at = [*map(_address, tensors)]
                     if all(at) and not functools.reduce(operator.or_, at) & 15:
                         if self.read is not None:
                             self.read(*args)
@@ -822,7 +853,8 @@ class Operator:
                             return replay.run([*tensors], at)
                         result = self.recorded(replay, [*tensors], at, *replay.inputs((*tensors, *replay.rest)))
                         return list(result) if self.listed else result
-        if _modes() or _transforms() or _autocast() or _ad[_LEVEL] >= 0 or _tracing() or _profiler[_PROFILING]:
+        modes = _modes() or _ahead() or _transforms() or _autocast()
+        if modes or _ad[_LEVEL] >= 0 or _tracing() or _profiler[_PROFILING]:
             return self._unusual(*args)
         return self._usual(*args)
 
@@ -863,7 +895,7 @@ class Operator:
                 if _guards is None or len(where) != len(tensors) or not {kinds[i] for i in others} <= _PLAIN:
                     replay.known = ()
                     return result
-                check = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+                check = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).addresses
                 replay.known = kinds, _pick(where), check, _pick(others), _pick(others)(args), asked, _grad(), replay
             self.recent = [replay.known, *[r for r in self.recent if r is not replay.known][: _RECENT - 1]]
         return result

@@ -17,7 +17,6 @@ operation of PyTorch at a time reads 64 and writes 40. Numbers are float32 in be
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -27,14 +26,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
+from torch.nn import Parameter
 
 from ._call import (
     FLOATING,
     INTERPRETED,
     LIBRARY,
     NAMESPACE,
-    _ahead,
     _below,
+    _guards,
     _modes,
     _private,
     apply,
@@ -246,7 +246,6 @@ _NONE = type(None)
 #: What is known of lists, by the first address and the length; with one more it begins anew.
 _known: dict[Any, _List] = {}
 _LISTS = 256
-_nested = operator.attrgetter("is_nested")
 #: Without a frame of Python, before which Ctrl-C could come.
 _raise_versions = _private("torch:_C._increment_version", torch.autograd.graph.increment_version)
 #: Beyond all addresses.
@@ -280,8 +279,8 @@ class _Group:
         self.kinds = *(_TYPES[dtype] for dtype in dtypes), bool(lists[3]), bool(lists[4]), single
         self.compiled: dict[Any, Any] = {}
         none = [0] * self.tensors
-        rows = np.array([list(map(Tensor.data_ptr, tensors)) if tensors else none for tensors in lists])
-        sizes = np.array(list(map(Tensor.numel, lists[0])))
+        rows = np.array([[t.data_ptr() for t in tensors] if tensors else none for tensors in lists])
+        sizes = np.array([t.numel() for t in lists[0]])
         self.plan = _adamw_plan(dtypes[2].itemsize, int(sizes.sum()), *gpu(self.device))
         each = -(-sizes // (self.plan.block * self.plan.steps))
         self.programs = int(each.sum())
@@ -317,27 +316,17 @@ class _Group:
             self.compiled[key] = *below, compiled  # kept, since Triton unloads what nobody holds
 
 
-def _bytes(t: Tensor) -> int:
-    """Those in its memory; a subclass may say another ``numel``, of all parts of a tensor, say."""
-    return Tensor.numel(t) * Tensor.element_size(t)
-
-
 def guard(tensors: Sequence[Tensor]) -> Callable[[list[Any]], list[int] | None]:
     """A function that returns the addresses of as many tensors of the same kinds, and None for any others."""
-    if any(type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in tensors):
-        return lambda others: None  # whose sizes may be a program's own, and a guard has no way to raise its errors
-    check = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).addresses  # type: ignore[no-any-return]
 
-    def addresses(others: list[Any]) -> list[int] | None:
-        try:
-            found = list(map(Tensor.data_ptr, others))
-            # The guards of torch end the process where sizes cannot be asked: of nested tensors, and of their members
-            # within torch.vmap, which have no address.
-            return found if not any(map(_nested, others)) and check(*others) else None
-        except (AttributeError, TypeError, RuntimeError):  # no tensor, or one without memory of its own
-            return None
 
-    return addresses
+def _plain(t: Tensor) -> Tensor:
+    """The same memory without the subclass, which may describe other memory than there is."""
+    if type(t) in (Tensor, Parameter):
+        return t
+    with torch._C._DisableTorchDispatch():
+        return Tensor.as_subclass(t, Tensor)  # type: ignore[arg-type]
 
 
 class _List:
@@ -347,6 +336,11 @@ class _List:
     """
 
     def __init__(self, lists: tuple[list[Tensor], ...], tensors: list[Tensor]) -> None:
+        _no_gradient_of(lists[-1])
+        _check_lists(*lists)
+        if any([type(t) not in (Tensor, Parameter) for t in tensors]):
+            lists = tuple([_plain(t) for t in of] for of in lists)
+            _check_lists(*lists)
         params, ms, *_, grads = lists
         self.device = params[0].device
         if INTERPRETED and self.device.type != "cpu":
@@ -354,17 +348,15 @@ class _List:
                 f"{_NAME}: expected tensors on the CPU where Triton interprets, since they are read by address, "
                 f"got some on {self.device}; move them, or unset TRITON_INTERPRET"
             )
-        _no_gradient_of(grads)
-        _check_lists(*lists)
         self.asked = any(g.requires_grad for g in grads)
         states = tensors[: -len(grads)]
         with torch.no_grad():  # so that they also notice a gradient that is recorded
-            self.grads = guard(grads)
+            self.grads = guard(tensors[-len(grads) :])
             parts = [(i, states[i : i + _PART]) for i in range(0, len(states), _PART)]
             self.parts = [(i, list(map(Tensor.data_ptr, part)), guard(part)) for i, part in parts]
-        spans = sorted((at, at + _bytes(t)) for at, t in zip(map(Tensor.data_ptr, states), states, strict=True))
+        spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for of in lists[:-1] for t in of)
         self.starts, self.ends = np.array([*spans, (_FAR, _FAR)]).T.copy()
-        self.sizes = np.array([_bytes(g) or -_FAR for g in grads])
+        self.sizes = np.array([g.numel() * g.element_size() or -_FAR for g in grads])
         kinds: dict[Any, list[int]] = {}
         for i, p in enumerate(params):
             kinds.setdefault((p.device, (p.dtype, grads[i].dtype, ms[i].dtype)), []).append(i)
@@ -500,7 +492,7 @@ def _check_lists(params: Any, ms: Any, vs: Any, tops: Any, exacts: Any, grads: A
         of = f"params[{i}]"
         check_tensor(_NAME, of, p, FLOATING, ("params[0]", params[0]))
         check_stored(_NAME, of, p, meta=True)
-        if _bytes(p) and not _dense(p):
+        if p.numel() and not _dense(p):
             raise ValueError(f"{_NAME}: expected {of} without gaps, got strides {p.stride()}; call contiguous() first")
         narrow = p.dtype in (torch.float16, torch.bfloat16)
         if exacts and not narrow:
@@ -512,7 +504,7 @@ def _check_lists(params: Any, ms: Any, vs: Any, tops: Any, exacts: Any, grads: A
             single = (torch.float32,) if narrow else ()
             check_tensor(_NAME, what, t, single if name == "masters" else (p.dtype, *single), (of, p))
             check_stored(_NAME, what, t, meta=True)
-            if t.shape != p.shape or (_bytes(t) and _laid(t) != _laid(p)):
+            if t.shape != p.shape or (t.numel() and _laid(t) != _laid(p)):
                 raise ValueError(
                     f"{_NAME}: expected {what} of shape {tuple(p.shape)} and strides {p.stride()} as {of} has, got "
                     f"{tuple(t.shape)} and {t.stride()}; copy it into torch.empty_like({of})"
@@ -545,7 +537,7 @@ def _step(
         _single(what, single, first)
         check_stored(_NAME, what, single, meta=first.is_meta)
     with torch._C.DisableTorchFunction():
-        if first.is_meta:  # nothing to compute, and every address is 0
+        if _plain(first).is_meta:  # nothing to compute, and every address is 0
             _no_gradient_of(grads)
             _check_lists(params, ms, vs, tops, exacts, grads)
             return
@@ -560,6 +552,8 @@ def _step(
         known = addresses is not None
         if of is None or addresses is None:
             of = _List((params, ms, vs, tops, exacts, grads), [*states, *grads])
+            if capture:  # also if the step is refused below, since the graph has copies that read from the host
+                _captured.append(of)
             addresses = list(map(Tensor.data_ptr, grads))
         for what, single in singles:
             if of.meets(single.data_ptr(), single.element_size()):
@@ -792,7 +786,7 @@ def adamw_step(
     if seed is not None:
         seed = integer(_NAME, "seed", seed, "None rounds to the nearest")
     numbers: Any = count, done, rate, speed, beta1, beta2, eps, decay, maximize, seed, norm, most, grad_scale, found_inf
-    if not lists[0] or not (watched() or _ahead()):  # without a tensor, the dispatcher finds no operator
+    if not lists[0] or not watched():  # without a tensor, the dispatcher finds no operator
         _stepped(*lists, *numbers)
     else:
         singles = [count, rate, norm, grad_scale, found_inf]
