@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusebook.kernels._call import integer
-from fusebook.kernels.adamw import adamw_step, guard
+from fusebook.kernels.adamw import adamw_step
 
 __all__ = ["AdamW"]
 
@@ -39,7 +39,7 @@ class _Launch:
     counts: list[Tensor] = dataclasses.field(default_factory=list)  # what the states have of it
     done: int = -1  # by the host; below 0 where the device counts
     seen: bytes | None = None  # what `count` holds where the host counts, unless a program writes to it
-    check: Any = None
+    kinds: list[type] | None = None  # of gradients that are stepped as they are
     shared: bool = False  # whether other processes may count in the same memory
 
     def count_by(self, count: Tensor) -> None:
@@ -78,8 +78,7 @@ class _Launch:
         """The gradients of the next step, or None if anything else has changed."""
         grads = [p.grad for p in self.params]
         counts = [s.get("step") for s in self.states]
-        with torch._C.DisableTorchFunction():
-            known = self.check is not None and self.check(grads) is not None and _same(counts, self.counts)
+        known = self.kinds == [*map(type, grads)] and _same(counts, self.counts)
         # Bytes, since a write by `data` or NumPy leaves no new version.
         known = known and (self.seen is None or self.count.numpy().tobytes() == self.seen)
         return grads if known else None
@@ -345,7 +344,7 @@ class AdamW(torch.optim.AdamW):
             _check_group(group, self.state)
             raise
         whole: list[Tensor] = []
-        if launch.check is None:
+        if launch.kinds is None:
             whole = [*params, *(t for of in lists for t in of)]
             lists = [[*map(_local, of)] for of in lists]
             params = [*map(_local, params)]
@@ -370,16 +369,17 @@ class AdamW(torch.optim.AdamW):
                 eps=group["eps"], weight_decay=group["weight_decay"], maximize=bool(group["maximize"]),
                 seed=seed if params[0].dtype == torch.bfloat16 else None, **scaling,
             )  # fmt: skip
-        except ValueError:  # since parameters got other strides, as by Module.to(memory_format=...)
-            if _capturing() or not any([_lay(*of) for of in zip(launch.params, launch.states, strict=True)]):
+        except ValueError:  # since one got other strides, as by Module.to(memory_format=...), or is a view that negates
+            lays = launch.kinds is None  # else gradients alone may be the reason
+            if lays and (_capturing() or not any([_lay(*of) for of in zip(launch.params, launch.states, strict=True)])):
                 raise
-            launch.check = None
+            launch.kinds = None
             self._launch(group, launch, given, seed, scaling)
             return
         if whole and not as_they_are:  # autograd keeps a DTensor, and the step wrote its local part
             torch.autograd.graph.increment_version(whole)
-        if as_they_are and not launch.shared:  # not before: a guard of a sparse tensor may end the process
-            launch.check = guard(grads)
+        if as_they_are and not launch.shared:
+            launch.kinds = [*map(type, grads)]
         if not counting:
             launch.count_on()
 
