@@ -101,7 +101,8 @@ class Graph:
     No gradient is recorded. Autograd detects writes to given memory. `torch.func` and forward mode do not detect them,
     as for `torch.library.custom_op`. On the CPU, several threads may call one graph at once. `inputs`, `defaults` and
     `outputs` map names to ONNX Runtime's types; `defaults` are initializers that a caller may replace. If a tensor is
-    of a subclass with memory, a call uses that memory directly.
+    of a subclass with memory, a call uses that memory directly. A launcher, or the handler of a signal, that runs
+    during a call must not give its tensors other memory.
 
     On CUDA a call waits for the stream that is current, and may write to the memory of a result of an earlier call that
     was dropped. Another stream that still reads it must be waited for first.
