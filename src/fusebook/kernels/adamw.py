@@ -740,7 +740,7 @@ def adamw_step(
     -----
     Tensors on meta are checked, and nothing is computed. If a tensor is of a subclass with memory, the step
     uses that memory directly. ``torch.compile`` leaves a step out of its CUDA graphs, but for ``backend="cudagraphs"``,
-    which fails.
+    which fails. An operator of a program that steps needs the tag ``torch.Tag.cudagraph_unsafe`` for that.
 
     Autograd does not see a step: a derivative with respect to what a parameter, or `lr`, was computed from takes the
     new values for given. To differentiate through steps, write them in operations of PyTorch.
