@@ -674,10 +674,11 @@ def test_a_subclass_that_says_other_sizes_is_stepped_in_its_memory(known, device
 def test_a_subclass_that_says_another_kind_is_stepped_as_its_memory(name, value, device):
     """As a parameter may tell in which dtype it is multiplied."""
     subclass = type("Other", (torch.Tensor,), {name: property(lambda self: value)})
-    ps, gs, ms, vs = model(device, [(64,), (64,)])
-    want = by_torch(ps, [gs], lr=0.01)
-    adamw_step([p.as_subclass(subclass) for p in ps], gs, ms, vs, step=1, lr=0.01)
-    close(ps, want)
+    for shapes in ([(64,), (64,)], [(64,)]):
+        ps, gs, ms, vs = model(device, shapes)
+        want = by_torch(ps, [gs], lr=0.01)
+        adamw_step(*([t.as_subclass(subclass) for t in of] for of in (ps, gs)), ms, vs, step=1, lr=0.01)
+        close(ps, want)
 
 
 @pytest.mark.parametrize("known", [False, True])

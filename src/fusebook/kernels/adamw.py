@@ -581,7 +581,7 @@ def _step(
     numbers = lr, beta1, beta2, *fractions, eps, decay, most
     written = states if count is None else [*states, count]
     try:
-        for i, (group, told) in enumerate(zip(of.groups, placed.told or grads, strict=False)):
+        for i, (group, told) in enumerate(zip(of.groups, placed.told or [_plain(grads[0])], strict=False)):
             # Programs of every group have the same numbers, and so would have the same random bits.
             seeded = step & 0x7FFFFFFF, ((seed or 0) + i * 0x2545F491) % 0x7FFFFFFF, *numbers
             group.launch(told, given, seeded, maximize, seed is not None, group is of.groups[-1])
