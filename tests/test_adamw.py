@@ -668,6 +668,10 @@ def test_a_subclass_that_says_other_sizes_is_stepped_in_its_memory(known, device
     adamw_step([ps[0], ps[1].as_subclass(Shard)], gs, ms, vs, step=1 + known, lr=0.01)
     close([memory[0], memory[2]], want)
     assert torch.equal(memory[1::2], torch.ones(2, 64, device=device))
+    ps, gs, ms, vs = model(device, [(64,)])
+    want = by_torch(ps, [gs], lr=0.01)
+    adamw_step(ps, [torch.cat([gs[0], gs[0]])[:64].as_subclass(Shard)], ms, vs, step=1, lr=0.01)
+    close(ps, want)
 
 
 @pytest.mark.parametrize(("name", "value"), [("dtype", torch.bfloat16), ("is_meta", True)])
