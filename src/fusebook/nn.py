@@ -15,18 +15,9 @@ from fusebook.kernels.quantized import VERSION, PackedWeight, quantize, quantize
 __all__ = ["LayerNorm", "LinearCrossEntropyLoss", "QuantizedLinear", "RMSNorm", "SwiGLU"]
 
 
-def _check_dense(module: nn.Module, x: Any) -> None:
-    """Refuse a nested tensor, at which a guard of torch ends the process behind a call with a dense one."""
-    if getattr(x, "is_nested", False):
-        raise TypeError(
-            f"{type(module).__name__}: expected a dense tensor, got a nested one; call to_padded_tensor() first"
-        )
-
-
 def _check_rows(module: nn.Module, shape: tuple[int, ...], x: Any) -> None:
     """Refuse rows of another length, which an operator without weights would take."""
-    _check_dense(module, x)
-    if isinstance(x, Tensor) and x.shape[-1:] != shape:
+    if isinstance(x, Tensor) and not x.is_nested and x.shape[-1:] != shape:
         raise ValueError(
             f"{type(module).__name__}: expected rows of {shape[0]} elements, got {tuple(x.shape)}; pass another "
             "tensor, or make the module for this size"
@@ -147,7 +138,6 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the MLP to rows along the last axis."""
-        _check_dense(self, x)
         gate, up = self.gate_proj, self.up_proj
         for name, linear in (("gate_proj", gate), ("up_proj", up)):
             if type(linear).forward is not nn.Linear.forward:
@@ -213,7 +203,6 @@ class LinearCrossEntropyLoss(nn.Module):
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         """Compute the loss of hidden states, given the class of each."""
-        _check_dense(self, hidden)
         linear = self.linear
         given = hidden, linear.weight, target, self.weight
         return linear_cross_entropy(*given, bias=linear.bias, **self.options)
@@ -314,7 +303,6 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply rows along the last axis by the weight."""
-        _check_dense(self, x)
         bias: Tensor | None = self.bias
         if bias is not None and isinstance(x, Tensor):
             bias = bias.to(x.dtype)
