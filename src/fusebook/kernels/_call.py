@@ -245,7 +245,10 @@ class _Guards:
         """Those of the other tensors, or None if these are of other kinds."""
         try:
             found = [*map(_address, others)]
-            return found if not any(map(_is_nested, others)) and self._check(*others) else None
+            for t in others:  # for few tensors faster than a generator
+                if t.is_nested:
+                    return None
+            return found if self._check(*others) else None
         except (AttributeError, TypeError, RuntimeError):  # no tensor, or one without memory of its own
             return None
 
@@ -254,7 +257,6 @@ class _Guards:
         return self.addresses(others) is not None
 
 
-_is_nested = operator.attrgetter("is_nested")
 _guards: Any = _tensor_guards and _Guards  # without them, calls are looked up by a key
 
 # What a call does, recorded and replayed -----------------------------------------------------------------------------
