@@ -11,10 +11,12 @@ import torch
 import fusebook
 from fusebook.kernels._call import FLOATING, _sizes_of, check_tensor, integer, number, shapes
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def test_floating_tensors_pass():
-    check_tensor("f", "x", torch.zeros(2, dtype=torch.bfloat16))
-    check_tensor("f", "y", torch.zeros(2), like=("x", torch.ones(3)))
+    check_tensor("f", "x", torch.zeros(2, dtype=torch.bfloat16, device=DEVICE))
+    check_tensor("f", "y", torch.zeros(2, device=DEVICE), like=("x", torch.ones(3, device=DEVICE)))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +33,7 @@ def test_what_is_no_floating_tensor_is_refused_with_what_to_do(value, said):
 
 
 def test_a_view_that_negates_is_refused_with_what_to_do():
-    x = torch.ones(3, dtype=torch.complex64).conj().imag
+    x = torch.ones(3, dtype=torch.complex64, device=DEVICE).conj().imag
     with pytest.raises(ValueError, match="f: expected x to stand in memory as it is, .* call resolve_neg\\(\\) first"):
         check_tensor("f", "x", x)
     check_tensor("f", "x", x.resolve_neg())
@@ -56,11 +58,11 @@ def test_an_integer_has_64_bits():
 
 
 def test_another_dtype_or_device_is_refused():
-    x = torch.zeros(2)
+    x = torch.zeros(2, device=DEVICE)
     with pytest.raises(TypeError, match="expected y to be torch.float32 as x is, got torch.float64"):
         check_tensor("f", "y", x.double(), like=("x", x))
     check_tensor("f", "y", x.double(), FLOATING, ("x", x))
-    with pytest.raises(ValueError, match="expected y on cpu as x is, got meta"):
+    with pytest.raises(ValueError, match=f"expected y on {x.device} as x is, got meta"):
         check_tensor("f", "y", x.to("meta"), like=("x", x))
 
 
@@ -111,9 +113,6 @@ class Traced(int):
 
 def test_sizes_are_compared_with_numbers_alone():
     assert _sizes_of((Traced(2), Traced(3)), ["N > 0", "D"], {}) == {"N": 2, "D": 3}
-
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def drawn(*shape):
