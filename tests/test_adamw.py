@@ -674,6 +674,19 @@ def test_a_subclass_that_says_other_sizes_is_stepped_in_its_memory(known, device
     close(ps, want)
 
 
+def test_a_count_of_a_subclass_is_read_and_written_in_its_memory(device):
+    class Other(torch.Tensor):
+        def data_ptr(self):
+            return super().data_ptr() + 4
+
+    ps, gs, ms, vs = model(device, [(64,), (64,)])
+    want, memory = by_torch(ps, [gs, gs], lr=0.01), torch.zeros(2, device=device)
+    for _ in range(2):
+        adamw_step(ps, gs, ms, vs, step=memory[0].as_subclass(Other), lr=0.01)
+    close(ps, want)
+    assert memory.tolist() == [2, 0]
+
+
 @pytest.mark.parametrize(("name", "value"), [("dtype", torch.bfloat16), ("is_meta", True)])
 def test_a_subclass_that_says_another_kind_is_stepped_as_its_memory(name, value, device):
     """As a parameter may tell in which dtype it is multiplied."""

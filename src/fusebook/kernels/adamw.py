@@ -529,7 +529,7 @@ def _step(
         return
     states = [*params, *ms, *vs, *tops, *exacts]
     first = params[0]
-    given = count, rate, norm, scale, found
+    given: Any = count, rate, norm, scale, found
     singles: list[tuple[str, Tensor]] = []
     if not count is rate is norm is scale is found is None:
         singles = [(what, t) for what, t in zip(_SINGLES, given, strict=True) if t is not None]
@@ -537,6 +537,8 @@ def _step(
         _single(what, single, first)
         check_stored(_NAME, what, single, meta=first.is_meta)
     with torch._C.DisableTorchFunction():
+        count, rate, norm, scale, found = given = [t if t is None else _plain(t) for t in given]
+        singles = [(what, _plain(t)) for what, t in singles]
         if _plain(first).is_meta:  # nothing to compute, and every address is 0
             _no_gradient_of(grads)
             _check_lists(params, ms, vs, tops, exacts, grads)
