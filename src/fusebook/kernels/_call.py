@@ -49,11 +49,11 @@ def _private(path: str, fallback: Any) -> Any:
 
 # Without the first three, calls take the long path through torch's dispatcher.
 _modes = _private("torch:_C._len_torch_dispatch_stack", lambda: 1)
+_transforms = _private("torch:_C._are_functorch_transforms_active", lambda: True)
+_tracing = _private("torch:_C._get_tracing_state", torch.jit.is_tracing)
 _includes = _private("torch:_C._dispatch_tls_is_dispatch_key_included", lambda key: True)
 #: Whether ``make_fx`` traces this thread ahead of autograd, as ``pre_dispatch=True`` asks for.
 _ahead = functools.partial(_includes, torch._C.DispatchKey.PreDispatch)
-_transforms = _private("torch:_C._are_functorch_transforms_active", lambda: True)
-_tracing = _private("torch:_C._get_tracing_state", torch.jit.is_tracing)
 _autocast = _private("torch:_C._is_any_autocast_enabled", lambda: True)
 _wrapped = _private("torch:_C._functorch.is_functorch_wrapped_tensor", lambda x: True)
 _apply = _private("torch:_C._FunctionBase.apply", None)  # an attribute of each class; see `_Recorded`
@@ -1126,6 +1126,14 @@ def check_local(name: str, what: str, value: object) -> None:
     """Refuse, by TypeError, a DTensor: each process holds a part of it, and `to_local` returns that part."""
     if hasattr(value, "to_local"):
         refuse(TypeError, name, f"{what} to be a local tensor", "a DTensor", "pass to_local()")
+
+
+def plain(t: Tensor) -> Tensor:
+    """The same memory without the subclass, which may describe other memory than there is."""
+    if type(t) in (Tensor, Parameter):
+        return t
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+        return Tensor.as_subclass(t, Tensor)  # type: ignore[arg-type]
 
 
 def check_stored(name: str, what: str, value: Tensor, *, meta: bool = False) -> None:

@@ -47,6 +47,7 @@ from ._call import (
     launch,
     launching,
     number,
+    plain,
     register_writes,
     skipped,
     unhooked,
@@ -321,14 +322,6 @@ def guard(tensors: Sequence[Tensor]) -> Callable[[list[Any]], list[int] | None]:
     return _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).addresses  # type: ignore[no-any-return]
 
 
-def _plain(t: Tensor) -> Tensor:
-    """The same memory without the subclass, which may describe other memory than there is."""
-    if type(t) in (Tensor, Parameter):
-        return t
-    with torch._C._DisableTorchDispatch():
-        return Tensor.as_subclass(t, Tensor)  # type: ignore[arg-type]
-
-
 class _List:
     """What is known of a list of tensors: that it can be stepped, and the tables of its groups.
 
@@ -339,7 +332,7 @@ class _List:
         _no_gradient_of(lists[-1])
         _check_lists(*lists)
         if any([type(t) not in (Tensor, Parameter) for t in tensors]):
-            lists = tuple([_plain(t) for t in of] for of in lists)
+            lists = tuple([plain(t) for t in of] for of in lists)
             _check_lists(*lists)
         params, ms, *_, grads = lists
         self.device = params[0].device
@@ -537,9 +530,9 @@ def _step(
         _single(what, single, first)
         check_stored(_NAME, what, single, meta=first.is_meta)
     with torch._C.DisableTorchFunction():
-        count, rate, norm, scale, found = given = [t if t is None else _plain(t) for t in given]
-        singles = [(what, _plain(t)) for what, t in singles]
-        if _plain(first).is_meta:  # nothing to compute, and every address is 0
+        count, rate, norm, scale, found = given = [t if t is None else plain(t) for t in given]
+        singles = [(what, plain(t)) for what, t in singles]
+        if plain(first).is_meta:  # nothing to compute, and every address is 0
             _no_gradient_of(grads)
             _check_lists(params, ms, vs, tops, exacts, grads)
             return
@@ -583,7 +576,7 @@ def _step(
     numbers = lr, beta1, beta2, *fractions, eps, decay, most
     written = states if count is None else [*states, count]
     try:
-        for i, (group, told) in enumerate(zip(of.groups, placed.told or [_plain(grads[0])], strict=False)):
+        for i, (group, told) in enumerate(zip(of.groups, placed.told or [plain(grads[0])], strict=False)):
             # Programs of every group have the same numbers, and so would have the same random bits.
             seeded = step & 0x7FFFFFFF, ((seed or 0) + i * 0x2545F491) % 0x7FFFFFFF, *numbers
             group.launch(told, given, seeded, maximize, seed is not None, group is of.groups[-1])

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from fusebook.kernels._call import _ahead, _modes, _tracing, flag, integer
+from fusebook.kernels._call import _ahead, _modes, _tracing, flag, integer, plain
 from fusebook.ort.custom import _ELEMENTS, CustomOp, _stored, register, untransformed
 
 __all__ = ["Bound", "Graph"]
@@ -596,7 +596,7 @@ def _own(name: str, value: Any, graph: Graph, type_: str, copied: bool = False) 
             f"ort.Graph: expected {name} to be a torch.Tensor, got {type(value).__name__}; use torch.as_tensor"
         )
     if type(value) not in (Tensor, Parameter) and _stored(value):
-        value = _plain(value)
+        value = plain(value)
     if _NAMES.get(value.dtype) != type_:
         raise TypeError(f"ort.Graph: expected {name} to be {type_}, got {value.dtype}; cast it first")
     if value.device.type != "cpu" and value.device != graph.device:
@@ -618,14 +618,6 @@ def _own(name: str, value: Any, graph: Graph, type_: str, copied: bool = False) 
             "first"
         )
     return dense
-
-
-def _plain(value: Tensor) -> Tensor:
-    """The same memory without the subclass, which may describe other memory than there is."""
-    if type(value) in (Tensor, Parameter):
-        return value
-    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
-        return Tensor.as_subclass(value, Tensor)  # type: ignore[arg-type]
 
 
 def _apart(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
@@ -650,7 +642,7 @@ def _apart(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
 
 def _layout(value: Tensor) -> tuple[Any, ...]:
     """What a program may change of a tensor, and a binding does not notice."""
-    value = _plain(value)
+    value = plain(value)
     memory = value.untyped_storage().nbytes()  # less of it may be at the same address
     return value.data_ptr(), value.dtype, value.shape, value.stride(), value.is_neg(), memory
 
