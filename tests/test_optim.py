@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import math
 import os
 import pickle
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.experimental import implicit_replication
 from triton.runtime.interpreter import InterpreterBuilder
 
+import fusebook
 from fusebook.optim import AdamW
 
 BOTH = torch.optim.AdamW, AdamW
@@ -456,6 +458,23 @@ def test_an_interrupted_kernel_leaves_the_next_step_right(monkeypatch):
     after(optimizer, ps, 1)
     after(other, copies, 1)
     close(ps, copies)
+
+
+def test_an_error_of_the_program_within_a_step_is_raised(device, monkeypatch):
+    p = torch.nn.Parameter(torch.ones(8, device=device))
+    p.grad = torch.ones_like(p)
+    optimizer = AdamW([p], lr=0.1, weight_decay=0)
+    optimizer.step()
+    step = fusebook.adamw_step
+
+    def interrupted(*args, **options):  # by a signal, behind the launches, whose handler fails
+        step(*args, **options)
+        json.loads("{")
+
+    monkeypatch.setattr("fusebook.optim.adamw_step", interrupted)
+    with pytest.raises(json.JSONDecodeError):
+        optimizer.step()
+    torch.testing.assert_close(p, torch.full_like(p, 0.8), msg="one more step, not two")
 
 
 def test_a_scale_that_is_no_tensor_is_refused(device):

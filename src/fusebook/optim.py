@@ -369,7 +369,9 @@ class AdamW(torch.optim.AdamW):
                 eps=group["eps"], weight_decay=group["weight_decay"], maximize=bool(group["maximize"]),
                 seed=seed if params[0].dtype == torch.bfloat16 else None, **scaling,
             )  # fmt: skip
-        except ValueError:  # since one got other strides, as by Module.to(memory_format=...), or is a view that negates
+        except ValueError as error:  # since one got other strides, as by Module.to(memory_format=...), or negates
+            if not str(error).startswith("adamw_step: "):  # but of a signal's handler, perhaps after the step
+                raise
             lays = launch.kinds is None  # else gradients alone may be the reason
             if lays and (_capturing() or not any([_lay(*of) for of in zip(launch.params, launch.states, strict=True)])):
                 raise
