@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import pathlib
 import pickle
 import shutil
@@ -302,6 +303,10 @@ def test_weights_in_another_file_are_found_beside_the_path(tmp_path, monkeypatch
     for given in (onnx.load(path, load_external_data=False), ir.load(path), tmp_path / "short.onnx"):
         with pytest.raises(ValueError, match="ort.Graph: expected weights within the model.*; pass the path, or load"):
             Graph(given, device="cpu")
+    loaded = ir.load(path)
+    os.mkfifo(tmp_path / "w.bin")
+    with pytest.raises(ValueError, match="expected weights within the model.*w.bin, which is no file; pass the path"):
+        Graph(loaded, device="cpu")  # which does not wait for someone to write
 
 
 def test_weights_whose_file_was_written_again_are_refused(tmp_path):

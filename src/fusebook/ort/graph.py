@@ -386,7 +386,8 @@ class Bound:
         try:  # versions are raised here, since torch.compile loses them in a function that it can compile
             if self._written:  # a run that fails, or is interrupted, may have written too
                 torch.autograd.graph.increment_version(self._written)
-            with self.graph._there():
+            # As in torch.library.custom_op: what autograd saved of a launcher would be memory of ONNX Runtime.
+            with self.graph._there(), torch.no_grad():
                 return self._run(*binding)
         except Exception:
             if "ran" not in self.graph._captured:
@@ -493,6 +494,8 @@ def _readable(model: Any) -> Any:
                 raise ValueError("some of functions in files, whose folder onnx_ir does not know")
             for tensor, made in _outside(model.graph, proto.graph):
                 if tensor.raw is None and tensor.valid():  # a copy, else the caller's model keeps the file open
+                    if not os.path.isfile(tensor.path):  # to open a pipe waits
+                        raise ValueError(f"some in {tensor.path}, which is no file")
                     tensor = onnx_ir.ExternalTensor(
                         tensor.location, tensor.offset, tensor.length, tensor.dtype,
                         shape=tensor.shape, name=tensor.name, base_dir=tensor.base_dir,
