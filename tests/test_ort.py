@@ -221,6 +221,16 @@ def test_the_library_needs_neither_python_nor_cuda_to_be_loaded(library):
 
 
 @pytest.mark.slow_interpreted
+def test_the_library_stays_loaded_with_what_it_has_on_the_gpu(library):
+    text = (
+        "import sys, onnxruntime as ort; options = ort.SessionOptions(); "
+        "options.register_custom_ops_library(sys.argv[1]); del options; "
+        "assert sys.argv[1] in open('/proc/self/maps').read()"
+    )
+    subprocess.run([sys.executable, "-c", text, str(library)], check=True)
+
+
+@pytest.mark.slow_interpreted
 @pytest.mark.skipif(CUDA, reason="needs a machine without a CUDA device")
 def test_without_a_gpu_the_library_says_so_to_a_process_without_torch(library):
     with pytest.raises(RuntimeError, match="compiled for GPUs, and the session has none") as raised:

@@ -4,6 +4,7 @@
  * size lies where in kernels.bin, and how it is launched. This file is the rest: the plan, in C, and the CUDA driver,
  * which is looked for when the first node runs, so that the library loads on a machine without a GPU too.
  */
+#define _GNU_SOURCE
 #include "ort_api.h"
 
 #include <dlfcn.h>
@@ -551,6 +552,8 @@ static Status define(Api api) {
         if (!status) status = CustomOpDomain_Add(api)(made, &o->op);
       }
   if (!status) domain = made;
+  Dl_info here; /* ONNX Runtime closes this library with its last session; memory and modules would stay on the GPU */
+  if (dladdr(overloads, &here)) dlopen(here.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
   return status;
 }
 
