@@ -52,8 +52,9 @@ _modes = _private("torch:_C._len_torch_dispatch_stack", lambda: 1)
 _transforms = _private("torch:_C._are_functorch_transforms_active", lambda: True)
 _tracing = _private("torch:_C._get_tracing_state", torch.jit.is_tracing)
 _includes = _private("torch:_C._dispatch_tls_is_dispatch_key_included", lambda key: True)
-#: Whether ``make_fx`` traces this thread ahead of autograd, as ``pre_dispatch=True`` asks for.
-_ahead = functools.partial(_includes, torch._C.DispatchKey.PreDispatch)
+#: Whether ``make_fx`` traces this thread ahead of autograd, as ``pre_dispatch=True`` asks for. By ``__call__``, since
+#: torch.compile of torch 2.11 would have the function itself in its graph, and fail.
+_ahead = functools.partial(_includes.__call__, torch._C.DispatchKey.PreDispatch)
 _autocast = _private("torch:_C._is_any_autocast_enabled", lambda: True)
 _wrapped = _private("torch:_C._functorch.is_functorch_wrapped_tensor", lambda x: True)
 _apply = _private("torch:_C._FunctionBase.apply", None)  # an attribute of each class; see `_Recorded`
