@@ -362,6 +362,7 @@ class AdamW(torch.optim.AdamW):
         counting = group["capturable"] or scaling or launch.done < 0
         if counting and launch.done >= 0:  # a copy would wait for the device
             launch.count_by(torch.full((), float(launch.done), device=device, dtype=torch.float32))
+        version = _version(params[0])
         try:
             adamw_step(
                 params, grads, *lists,
@@ -370,8 +371,8 @@ class AdamW(torch.optim.AdamW):
                 seed=seed if params[0].dtype == torch.bfloat16 else None, **scaling,
             )  # fmt: skip
         except ValueError as error:  # since one got other strides, as by Module.to(memory_format=...), or negates
-            if not str(error).startswith("adamw_step: "):  # but of a signal's handler, perhaps after the step
-                raise
+            if not str(error).startswith("adamw_step: ") or _version(params[0]) != version:
+                raise  # it is of a handler or a dispatch mode, perhaps after the step
             lays = launch.kinds is None  # else gradients alone may be the reason
             if lays and (_capturing() or not any([_lay(*of) for of in zip(launch.params, launch.states, strict=True)])):
                 raise
@@ -507,6 +508,11 @@ def _local(t: Any) -> Any:
     """The part of a DTensor that this process has, or the tensor, without a collective that may still run."""
     t = t.to_local() if hasattr(t, "to_local") else t
     return t.trigger_wait() if hasattr(t, "trigger_wait") else t
+
+
+def _version(p: Tensor) -> int | None:
+    """How many writes autograd has seen, None where it does not count them."""
+    return None if torch.compiler.is_compiling() or p.is_inference() else p._version
 
 
 def _lay(p: Tensor, state: dict[str, Any]) -> bool:

@@ -132,7 +132,7 @@ static Status open_device(Api api, int device) {
   Status status = cuda(api, driver.cuMemPoolCreate(&devices[device].pool, &properties), "making a pool of memory");
   uint64_t keep = UINT64_MAX; /* what has been freed stays for the next run */
   if (!status) status = cuda(api, driver.cuMemPoolSetAttribute(devices[device].pool, 4, &keep), "setting up a pool");
-  if (!status) devices[device].arch = best;
+  if (!status) __atomic_store_n(&devices[device].arch, best, __ATOMIC_RELEASE); /* read without the lock */
   return status;
 }
 
