@@ -478,6 +478,7 @@ def test_an_error_of_the_program_within_a_step_is_raised(device, monkeypatch, of
     with pytest.raises(ValueError, match=r"Expecting|share no memory|gradients apart"):
         optimizer.step()
     torch.testing.assert_close(p, torch.full_like(p, 0.8), msg="one more step, not two")
+    assert optimizer.state[p]["step"] == 2
 
 
 def test_a_scale_that_is_no_tensor_is_refused(device):

@@ -370,9 +370,14 @@ class AdamW(torch.optim.AdamW):
                 eps=group["eps"], weight_decay=group["weight_decay"], maximize=bool(group["maximize"]),
                 seed=seed if params[0].dtype == torch.bfloat16 else None, **scaling,
             )  # fmt: skip
-        except ValueError as error:  # since one got other strides, as by Module.to(memory_format=...), or negates
-            if not str(error).startswith("adamw_step: ") or _version(params[0]) != version:
-                raise  # it is of a handler or a dispatch mode, perhaps after the step
+        except BaseException as error:
+            if _version(params[0]) != version:  # of a handler or a dispatch mode, since a step that begins writes
+                if not counting:
+                    launch.count_on()
+                raise
+            if not isinstance(error, ValueError) or not str(error).startswith("adamw_step: "):
+                raise
+            # Since one got other strides, as by Module.to(memory_format=...), or is a view that negates.
             lays = launch.kinds is None  # else gradients alone may be the reason
             if lays and (_capturing() or not any([_lay(*of) for of in zip(launch.params, launch.states, strict=True)])):
                 raise
