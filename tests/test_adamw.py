@@ -1,6 +1,7 @@
 """AdamW for a list of tensors: against torch's own, in every kind, for every list that somebody may give."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import triton
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -195,6 +197,20 @@ def test_rounding_by_chance_keeps_what_is_exact_and_what_is_not_finite(device):
     zeros = [[torch.zeros_like(ps[0])] for _ in range(3)]
     adamw_step(ps, *zeros, step=1, weight_decay=0.0, seed=3)
     torch.testing.assert_close(ps[0], before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_seed_gives_the_same_bits_where_triton_looks_for_overflow(device, monkeypatch):
+    def rounded():
+        ps = [torch.tensor([1.5, -2.0, math.nan, -math.nan] * 64, device=device).bfloat16()]
+        adamw_step(ps, *[[torch.ones_like(ps[0])] for _ in range(3)], step=1, lr=1e-3, seed=3)
+        return ps[0]
+
+    want = rounded()
+    monkeypatch.setattr(triton.knobs.runtime, "debug", True)  # as by TRITON_DEBUG=1
+    if module.INTERPRETED:
+        builder = triton.runtime.interpreter.interpreter_builder
+        monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, debug=True))
+    torch.testing.assert_close(rounded(), want, rtol=0, atol=0, equal_nan=True)
 
 
 # Lists ----------------------------------------------------------------------------------------------------------------

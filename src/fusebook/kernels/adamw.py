@@ -86,11 +86,11 @@ def adamw_step_eager(
 
 @triton.jit
 def _mixed(x):
-    """32 bits that look random, by those of a counter."""
+    """32 bits that look random, by those of a counter. Products may overflow where Triton looks for that, too."""
     x ^= x >> 16
-    x *= 0x7FEB352D
+    x = tl.mul(x, 0x7FEB352D, sanitize_overflow=False)
     x ^= x >> 15
-    x *= 0x846CA68B
+    x = tl.mul(x, 0x846CA68B, sanitize_overflow=False)
     return x ^ (x >> 16)
 
 
@@ -98,7 +98,7 @@ def _mixed(x):
 def _rounded_by_chance(x, bits):
     """float32 as one of the two bfloat16 around it, the nearer one more often, so that the mean of many is right."""
     raw = x.to(tl.uint32, bitcast=True)
-    up = (raw + (bits & 0xFFFF)) & 0xFFFF0000
+    up = tl.add(raw, bits & 0xFFFF, sanitize_overflow=False) & 0xFFFF0000
     up = tl.where((raw & 0x7F800000) == 0x7F800000, raw, up)  # what is not finite stays what it is
     return up.to(tl.float32, bitcast=True)
 
