@@ -221,16 +221,6 @@ def test_the_library_needs_neither_python_nor_cuda_to_be_loaded(library):
 
 
 @pytest.mark.slow_interpreted
-def test_the_library_stays_loaded_with_what_it_has_on_the_gpu(library):
-    text = (
-        "import sys, onnxruntime as ort; options = ort.SessionOptions(); "
-        "options.register_custom_ops_library(sys.argv[1]); del options; "
-        "assert sys.argv[1] in open('/proc/self/maps').read()"
-    )
-    subprocess.run([sys.executable, "-c", text, str(library)], check=True)
-
-
-@pytest.mark.slow_interpreted
 @pytest.mark.skipif(CUDA, reason="needs a machine without a CUDA device")
 def test_without_a_gpu_the_library_says_so_to_a_process_without_torch(library):
     with pytest.raises(RuntimeError, match="compiled for GPUs, and the session has none") as raised:
@@ -267,6 +257,18 @@ def test_the_library_tells_an_onnx_runtime_that_is_too_old(library):
 def test_the_library_alone_computes_the_right_thing(library):
     row = alone(card.model(card.MODELS[2]), library)
     assert row["provider"] == "CUDAExecutionProvider" and row["wrong"] == 0 and row["modules"] == "none"
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_the_library_stays_loaded_with_what_it_has_on_the_gpu(library, tmp_path):
+    x = torch.ones(3, 5)
+    (tmp_path / "g.onnx").write_bytes(node("Softmax", {"x": x}, x.dtype).SerializeToString())
+    text = (
+        "import gc, sys, torch; from fusebook.ort import Graph; graph = Graph(sys.argv[1], library=sys.argv[2]); "
+        "graph({'x': torch.ones(3, 5, device='cuda')}); torch.cuda.synchronize(); del graph; gc.collect(); "
+        "assert sys.argv[2] in open('/proc/self/maps').read()"
+    )
+    subprocess.run([sys.executable, "-c", text, str(tmp_path / "g.onnx"), str(library)], check=True)
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")

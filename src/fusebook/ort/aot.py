@@ -329,7 +329,8 @@ def build(
     Parameters
     ----------
     out : path
-        The file to write, e.g. ``libfusebook_ort.so``.
+        The file to write, e.g. ``libfusebook_ort.so``. A process that has run the library on a GPU keeps it until it
+        ends. For such a process give another name, and replace no file in place.
     arch : sequence of int
         Compute capabilities times ten: 90 is sm_90.
     dtype : sequence of str

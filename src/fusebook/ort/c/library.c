@@ -132,6 +132,8 @@ static Status open_device(Api api, int device) {
   Status status = cuda(api, driver.cuMemPoolCreate(&devices[device].pool, &properties), "making a pool of memory");
   uint64_t keep = UINT64_MAX; /* what has been freed stays for the next run */
   if (!status) status = cuda(api, driver.cuMemPoolSetAttribute(devices[device].pool, 4, &keep), "setting up a pool");
+  Dl_info here; /* ONNX Runtime closes this library with its last session; the pool and modules would stay */
+  if (!status && dladdr(devices, &here)) dlopen(here.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
   if (!status) __atomic_store_n(&devices[device].arch, best, __ATOMIC_RELEASE); /* read without the lock */
   return status;
 }
@@ -552,8 +554,6 @@ static Status define(Api api) {
         if (!status) status = CustomOpDomain_Add(api)(made, &o->op);
       }
   if (!status) domain = made;
-  Dl_info here; /* ONNX Runtime closes this library with its last session; memory and modules would stay on the GPU */
-  if (dladdr(overloads, &here)) dlopen(here.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
   return status;
 }
 
