@@ -743,9 +743,9 @@ def register(options: Any, *ops: CustomOp) -> None:
     Notes
     -----
     Do not run such a session where ``make_fx(..., pre_dispatch=True)`` traces with real tensors: what a launcher writes
-    would be in the traced program, by addresses of this run. `fusebook.ort.Graph` refuses to be called there. In Triton's
-    interpreter the handler of a signal must not make a Graph, or call this, while other threads fork: they would wait for
-    each other.
+    would be in the traced program, by addresses of this run. `fusebook.ort.Graph` refuses to be called there. In
+    Triton's interpreter the handler of a signal must not make a Graph, or call this, while other threads fork: they
+    would wait for each other.
     """
     if not hasattr(type(options), "register_custom_ops_library"):
         raise TypeError(
