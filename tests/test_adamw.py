@@ -178,6 +178,23 @@ def test_chunks_and_tensors_are_rounded_by_bits_of_their_own(device):
     assert not any(torch.equal(a, b) for i, a in enumerate(chunks) for b in chunks[:i])
 
 
+def test_bits_are_those_of_a_place_in_a_tensor_however_chunks_are_cut(device, monkeypatch):
+    def rounded(*sizes):
+        ps = [torch.ones(n, dtype=torch.bfloat16, device=device) for n in sizes]
+        gs, ms, vs = ([t.clone() for t in ps] for _ in range(3))
+        adamw_step(ps, gs, ms, vs, step=1, lr=1e-3, weight_decay=0.0, seed=1)
+        return ps
+
+    before, want = rounded(700, 5000)
+    assert want.unique().numel() == 2
+    assert torch.equal(rounded(9, 5000, 700)[1], want), "tensors of other sizes before it, and one behind"
+    assert torch.equal(rounded(9000)[0][:700], before)
+    for plan in (module.Plan(256, 1, 4), module.Plan(1024, 4, 4)):
+        monkeypatch.setattr(module, "_adamw_plan", lambda *_, plan=plan: plan)
+        module._known.clear()
+        assert torch.equal(rounded(9, 5000)[1], want)
+
+
 def test_groups_of_one_list_and_seeds_of_64_bits_have_random_bits_of_their_own(device):
     def rounded(seed):
         ps = [torch.ones(1024, dtype=torch.bfloat16, device=device) for _ in range(2)]

@@ -133,7 +133,8 @@ class AdamW(torch.optim.AdamW):
         Round bfloat16 parameters by chance, see `fusebook.adamw_step`. Saved with the state. If a
         state without seeds is loaded, such as torch's, this seed applies to all groups. Processes round a replica by
         the same bits if it is at the same place of the same group, and the same replicas before it in that group have
-        gradients. The shards of DTensors may have different sizes. Give shards that are plain tensors a separate group.
+        gradients. Sizes of others do not matter. Give plain tensors that have a gradient on some processes only a
+        separate group.
 
     Raises
     ------

@@ -150,7 +150,7 @@ def _chunk(
         if EXACT:
             tl.store(exact_ptr + at, p, mask)
         if CHANCE:
-            p = _rounded_by_chance(p, _mixed(at.to(tl.uint32) ^ key))
+            p = _rounded_by_chance(p, _mixed(first.to(tl.uint32) + at.to(tl.uint32) ^ key))
         tl.store(p_ptr + at, p.to(P), mask)
 
 
@@ -189,7 +189,9 @@ def _adamw_chunks(
         scale *= tl.where(factor > 1, 1.0, factor)  # NaN stays NaN
     key = 0
     if CHANCE:
-        key = _mixed(_mixed(_mixed(seed.to(tl.uint32)) ^ t.to(tl.uint32)) ^ tl.program_id(0).to(tl.uint32))
+        # Of the place in the tensor, whatever other tensors there are, and however this GPU's plan cuts them.
+        key = _mixed(_mixed(_mixed(seed.to(tl.uint32)) ^ t.to(tl.uint32)) ^ i.to(tl.uint32))
+        key = _mixed(key ^ (first >> 32).to(tl.uint32))
     scalars = (
         scale.to(FLOAT), (1 - rate * decay).to(FLOAT), (rate / fraction1).to(FLOAT), tl.full([1], eps, FLOAT),
         tl.full([1], beta1, FLOAT), (1 - one * beta1).to(FLOAT), tl.full([1], beta2, FLOAT),
@@ -706,8 +708,9 @@ def adamw_step(
     maximize : bool
         Go up the gradient.
     seed : int, optional
-        Round bfloat16 parameters by chance, by bits that follow from the seed, the number of the step, and the place in
-        the lists. Give other lists of the same step another seed.
+        Round bfloat16 parameters by chance, by bits that follow from the seed, the number of the step, the place of a
+        tensor among those of its dtypes, and that of a number in the tensor. Give other lists of the same step another
+        seed.
     norm : torch.Tensor, optional
         The norm of all gradients, one number on the device. Where it is above `max_norm` gradients are scaled by
         ``max_norm / (norm + 1e-6)``, as `torch.nn.utils.clip_grad_norm_` does, but not written.
