@@ -702,12 +702,11 @@ def custom_op(
     Notes
     -----
     What the launcher raises becomes an error of ONNX Runtime with its message. A tensor that it keeps is worth nothing
-    once it has returned. In a `fusebook.ort.Graph` it runs under ``torch.no_grad()``. In a session of ONNX Runtime a
-    launcher with weights that require a gradient must call that itself: autograd would save ONNX Runtime's memory, and
-    threads of ONNX Runtime run in grad mode. An object that owns a `fusebook.ort.Graph` is never freed if the launcher
-    is its method. Use ``weakref.ref`` in the launcher. ONNX Runtime calls a launcher several times before it has
-    captured a CUDA graph, and then replays the graph without the launcher. Memory that the launcher allocates during
-    the capture is kept for as long as the session.
+    once it has returned. It runs in the grad mode of its thread, and autograd keeps tensors too: a launcher with
+    weights that require a gradient must use ``torch.no_grad()``, or compute with clones of its inputs. An object that
+    owns a `fusebook.ort.Graph` is never freed if the launcher is its method. Use ``weakref.ref`` in the launcher. ONNX
+    Runtime calls a launcher several times before it has captured a CUDA graph, and then replays the graph without the
+    launcher. Memory that the launcher allocates during the capture is kept for as long as the session.
 
     ONNX Runtime keeps pointers to each operator, so its description stays in memory until the process ends. Make an
     operator once, not for each session.

@@ -386,8 +386,7 @@ class Bound:
         try:  # versions are raised here, since torch.compile loses them in a function that it can compile
             if self._written:  # a run that fails, or is interrupted, may have written too
                 torch.autograd.graph.increment_version(self._written)
-            # As in torch.library.custom_op: what autograd saved of a launcher would be memory of ONNX Runtime.
-            with self.graph._there(), torch.no_grad():
+            with self.graph._there():
                 return self._run(*binding)
         except Exception:
             if "ran" not in self.graph._captured:
