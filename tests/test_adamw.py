@@ -179,9 +179,10 @@ def test_chunks_and_tensors_are_rounded_by_bits_of_their_own(device):
 
 
 def test_bits_are_those_of_a_place_in_a_tensor_however_chunks_are_cut(device, monkeypatch):
-    def rounded(*sizes):
+    def rounded(*sizes, kind=torch.bfloat16):  # of the first gradient
         ps = [torch.ones(n, dtype=torch.bfloat16, device=device) for n in sizes]
         gs, ms, vs = ([t.clone() for t in ps] for _ in range(3))
+        gs[0] = gs[0].to(kind)
         adamw_step(ps, gs, ms, vs, step=1, lr=1e-3, weight_decay=0.0, seed=1)
         return ps
 
@@ -189,6 +190,8 @@ def test_bits_are_those_of_a_place_in_a_tensor_however_chunks_are_cut(device, mo
     assert want.unique().numel() == 2
     assert torch.equal(rounded(9, 5000, 700)[1], want), "tensors of other sizes before it, and one behind"
     assert torch.equal(rounded(9000)[0][:700], before)
+    mixed = [rounded(n, 5000, kind=torch.float32)[1] for n in (0, 700)]
+    assert torch.equal(*mixed), "a tensor of another mixture of dtypes, which may be empty"
     for plan in (module.Plan(256, 1, 4), module.Plan(1024, 4, 4)):
         monkeypatch.setattr(module, "_adamw_plan", lambda *_, plan=plan: plan)
         module._known.clear()
@@ -727,8 +730,12 @@ def test_a_subclass_that_says_another_kind_is_stepped_as_its_memory(name, value,
     for shapes in ([(64,), (64,)], [(64,)]):
         ps, gs, ms, vs = model(device, shapes)
         want = by_torch(ps, [gs], lr=0.01)
-        adamw_step(*([t.as_subclass(subclass) for t in of] for of in (ps, gs)), ms, vs, step=1, lr=0.01)
+        given = *([t.as_subclass(subclass) for t in of] for of in (ps, gs)), ms, vs
+        adamw_step(*given, step=1, lr=0.01)
         close(ps, want)
+        if name == "dtype":
+            with pytest.raises(TypeError, match=r"expected bfloat16 where a seed .*, got torch.float32"):
+                adamw_step(*given, step=2, seed=1)
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -1003,7 +1010,7 @@ def test_on_meta_a_step_is_checked_and_nothing_else(device):
 def test_chunks_cover_every_number_once():
     sizes = [0, 1, 1023, 1024, 1025, 0, 5000]
     lists = [[torch.zeros(n) for n in sizes] for _ in range(3)]
-    group = module._Group([*lists, [], []], (torch.float32,) * 3)
+    group = module._Group([*lists, [], []], (torch.float32,) * 3, 0)
     chunk = group.plan.block * group.plan.steps
     covered = [(c >> 32, c & 0xFFFFFFFF) for c in group.chunks.tolist()]
     assert covered == [(i, c) for i, n in enumerate(sizes) for c in range(-(-n // chunk))]

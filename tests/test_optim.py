@@ -24,7 +24,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from triton.runtime.interpreter import InterpreterBuilder
 
 import fusebook
-from fusebook.optim import AdamW
+from fusebook.optim import AdamW, _memory
 
 BOTH = torch.optim.AdamW, AdamW
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -460,12 +460,9 @@ def test_an_interrupted_kernel_leaves_the_next_step_right(monkeypatch):
     close(ps, copies)
 
 
+@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("of", ["program", "another step"])
-def test_an_error_of_the_program_within_a_step_is_raised(device, monkeypatch, of):
-    p = torch.nn.Parameter(torch.ones(8, device=device))
-    p.grad = torch.ones_like(p)
-    optimizer = AdamW([p], lr=0.1, weight_decay=0)
-    optimizer.step()
+def test_an_error_of_the_program_within_a_step_is_raised(device, monkeypatch, of, inference):
     step = fusebook.adamw_step
 
     def interrupted(*args, **options):  # by a signal, behind the launches, whose handler fails
@@ -474,11 +471,29 @@ def test_an_error_of_the_program_within_a_step_is_raised(device, monkeypatch, of
             json.loads("{")
         step([p], [p], [p], [p], step=1)
 
-    monkeypatch.setattr("fusebook.optim.adamw_step", interrupted)
-    with pytest.raises(ValueError, match=r"Expecting|share no memory|gradients apart"):
+    with torch.inference_mode(inference):
+        p = torch.nn.Parameter(torch.ones(8, device=device))
+        p.grad = torch.ones_like(p)
+        optimizer = AdamW([p], lr=0.1, weight_decay=0)
         optimizer.step()
+        monkeypatch.setattr("fusebook.optim.adamw_step", interrupted)
+        with pytest.raises(ValueError, match=r"Expecting|share no memory|gradients apart"):
+            optimizer.step()
     torch.testing.assert_close(p, torch.full_like(p, 0.8), msg="one more step, not two")
     assert optimizer.state[p]["step"] == 2
+
+
+def test_the_memory_of_a_count_is_known_where_a_handler_fails_once():
+    count, failed = torch.ones(()), []
+
+    class Interrupted(torch.Tensor):
+        def data_ptr(self):
+            if not failed:
+                failed.append(RuntimeError("of a signal's handler"))
+                raise failed[0]
+            return super().data_ptr()
+
+    assert _memory(count.as_subclass(Interrupted)) == _memory(count) and failed
 
 
 def test_a_scale_that_is_no_tensor_is_refused(device):
@@ -854,6 +869,22 @@ def test_gradients_are_summed_in_the_order_of_the_group(mesh, monkeypatch):
             p.grad = g if p is plain else DTensor.from_local(g, mesh, [Partial()])
         optimizer.step()
     assert order == [2, 3]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where kernels compile for a GPU")
+def test_autograd_sees_that_a_step_wrote_a_dtensor_where_an_error_ends_it(mesh, monkeypatch):
+    p = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    p.grad = torch.ones_like(p)
+    step, before = fusebook.adamw_step, p._version
+
+    def interrupted(*args, **options):
+        step(*args, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fusebook.optim.adamw_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        AdamW([p]).step()
+    assert p._version > before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, where kernels compile for a GPU")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusebook.kernels._call import integer
-from fusebook.kernels.adamw import adamw_step
+from fusebook.kernels.adamw import adamw_step, begun_steps
 
 __all__ = ["AdamW"]
 
@@ -56,6 +57,13 @@ class _Launch:
             else:  # a fake tensor has a value where it is made of a number
                 counts = [torch.tensor(float(done), device="cpu", dtype=torch.float32) for _ in self.states]
                 self._give(count, counts, done)
+
+    def wrote(self, whole: list[Tensor], counting: bool) -> None:
+        """Tell autograd of DTensors, of which the step wrote local parts, and count it on the host if that is asked."""
+        if whole:
+            torch.autograd.graph.increment_version(whole)
+        if counting:
+            self.count_on()
 
     def count_on(self) -> None:
         """Count a step on the host."""
@@ -163,7 +171,8 @@ class AdamW(torch.optim.AdamW):
 
     The averages have the dtype of their parameter, as in `torch.optim.AdamW`. Numbers of steps are float32, and end
     at 2**24, also if torch's default dtype is another. Threads that step one optimizer at once may lose counts, as
-    there: let them take turns by a lock.
+    there: let them take turns by a lock. If a signal's handler raises an error within a step, the step may be done in
+    part, as there, and be done and not counted.
 
     Examples
     --------
@@ -363,7 +372,7 @@ class AdamW(torch.optim.AdamW):
         counting = group["capturable"] or scaling or launch.done < 0
         if counting and launch.done >= 0:  # a copy would wait for the device
             launch.count_by(torch.full((), float(launch.done), device=device, dtype=torch.float32))
-        version = _version(params[0])
+        begun = begun_steps.number
         try:
             adamw_step(
                 params, grads, *lists,
@@ -372,9 +381,8 @@ class AdamW(torch.optim.AdamW):
                 seed=seed if params[0].dtype == torch.bfloat16 else None, **scaling,
             )  # fmt: skip
         except BaseException as error:
-            if _version(params[0]) != version:  # of a handler or a dispatch mode, since a step that begins writes
-                if not counting:
-                    launch.count_on()
+            if begun_steps.number != begun:  # of a handler or a dispatch mode
+                launch.wrote([] if as_they_are else whole, not counting)
                 raise
             if not isinstance(error, ValueError) or not str(error).startswith("adamw_step: "):
                 raise
@@ -385,12 +393,9 @@ class AdamW(torch.optim.AdamW):
             launch.kinds = None
             self._launch(group, launch, given, seed, scaling)
             return
-        if whole and not as_they_are:  # autograd keeps a DTensor, and the step wrote its local part
-            torch.autograd.graph.increment_version(whole)
         if as_they_are and not launch.shared:
             launch.kinds = [*map(type, grads)]
-        if not counting:
-            launch.count_on()
+        launch.wrote([] if as_they_are else whole, not counting)
 
     def _share_counts(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """Give parameters that did as many steps one tensor on the device, by which one launch counts for all."""
@@ -456,10 +461,10 @@ def _shared(count: Tensor) -> bool:
 
 def _memory(count: Tensor) -> Any:
     """The memory of a number, where its views are too; the tensor's identity if it has no address."""
-    try:
-        return (count.device, address) if (address := count.data_ptr()) else id(count)
-    except RuntimeError:
-        return id(count)
+    for _ in range(2):  # since an error of a signal's handler may come first
+        with contextlib.suppress(RuntimeError):
+            return (count.device, address) if (address := count.data_ptr()) else id(count)
+    return id(count)
 
 
 def _done(value: Any) -> int:
@@ -514,11 +519,6 @@ def _local(t: Any) -> Any:
     """The part of a DTensor that this process has, or the tensor, without a collective that may still run."""
     t = t.to_local() if hasattr(t, "to_local") else t
     return t.trigger_wait() if hasattr(t, "trigger_wait") else t
-
-
-def _version(p: Tensor) -> int | None:
-    """How many writes autograd has seen, None where it does not count them."""
-    return None if torch.compiler.is_compiling() or p.is_inference() else p._version
 
 
 def _lay(p: Tensor, state: dict[str, Any]) -> bool:

@@ -17,6 +17,7 @@ operation of PyTorch at a time reads 64 and writes 40. Numbers are float32 in be
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -246,6 +247,14 @@ _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32:
 _PART = 256
 _NONE = type(None)
 
+
+class _Begun(threading.local):
+    """How many steps this thread has begun, by which a refusal is told from an error that comes within a step."""
+
+    number = 0
+
+
+begun_steps = _Begun()
 #: What is known of lists, by the first address and the length; with one more it begins anew.
 _known: dict[Any, _List] = {}
 _LISTS = 256
@@ -273,11 +282,12 @@ def _on_device(values: Any, device: torch.device, table: Tensor | None = None) -
 class _Group:
     """Tensors of one device and the same dtypes: what one launch steps.
 
-    `lists` are of their p, m, v, and what else there is; `dtypes` those of p, of g, and of m and v.
+    `lists` are of their p, m, v, and what else there is; `dtypes` those of p, of g, and of m and v; `number` is that of
+    the group, also where tensors of others are empty.
     """
 
-    def __init__(self, lists: Sequence[list[Tensor]], dtypes: tuple[Any, ...]) -> None:
-        self.tensors, self.device = len(lists[0]), lists[0][0].device
+    def __init__(self, lists: Sequence[list[Tensor]], dtypes: tuple[Any, ...], number: int) -> None:
+        self.tensors, self.device, self.number = len(lists[0]), lists[0][0].device, number
         single = tl.float64 if dtypes[0] == torch.float64 else tl.float32
         self.kinds = *(_TYPES[dtype] for dtype in dtypes), bool(lists[3]), bool(lists[4]), single
         self.compiled: dict[Any, Any] = {}
@@ -360,8 +370,8 @@ class _List:
                 f"{_NAME}: expected tensors that share no memory, and two that are written do; give each of them once"
             )
         groups = [
-            (at, _Group([[of[i] for i in at] if of else [] for of in lists[:-1]], dtypes))
-            for (_, dtypes), at in kinds.items()
+            (at, _Group([[of[i] for i in at] if of else [] for of in lists[:-1]], dtypes, number))
+            for number, ((_, dtypes), at) in enumerate(kinds.items())
         ]
         self.groups = [group for _, group in groups if group.programs]
         self.order = np.array([i for at, group in groups if group.programs for i in at], np.int64)
@@ -552,6 +562,8 @@ def _step(
             if capture:  # also if the step is refused below, since the graph has copies that read from the host
                 _captured.append(of)
             addresses = list(map(Tensor.data_ptr, grads))
+        if seed is not None and any([group.kinds[0] is not tl.bfloat16 for group in of.groups]):  # a class may err
+            _check_numbers([plain(p) for p in params], step, lr, beta1, beta2, eps, decay, seed, most)
         for what, single in singles:
             if of.meets(single.data_ptr(), single.element_size()):
                 raise ValueError(f"{_NAME}: expected {what} apart from what is written, got it in its memory; clone it")
@@ -575,12 +587,13 @@ def _step(
         if stayed:  # nobody writes any more to what a graph reads
             of.placed = placed._replace(table=None)
     fractions = (1 - beta1**step, 1 - beta2**step)
+    begun_steps.number += 1
     numbers = lr, beta1, beta2, *fractions, eps, decay, most
     written = states if count is None else [*states, count]
     try:
-        for i, (group, told) in enumerate(zip(of.groups, placed.told or [plain(grads[0])], strict=False)):
+        for group, told in zip(of.groups, placed.told or [plain(grads[0])], strict=False):
             # Programs of every group have the same numbers, and so would have the same random bits.
-            seeded = step & 0x7FFFFFFF, ((seed or 0) + i * 0x2545F491) % 0x7FFFFFFF, *numbers
+            seeded = step & 0x7FFFFFFF, ((seed or 0) + group.number * 0x2545F491) % 0x7FFFFFFF, *numbers
             group.launch(told, given, seeded, maximize, seed is not None, group is of.groups[-1])
         if count is not None and not of.groups:
             apply(Tensor.add_, count, 1 if found is None else found.view(()) == 0)
