@@ -760,6 +760,20 @@ def test_a_launcher_runs_on_the_stream_of_onnx_runtime_and_beside_others():
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device and onnxruntime-gpu")
+def test_ctrl_c_leaves_the_current_stream(monkeypatch):
+    g, real, before = graph(unary(), "cuda"), custom._set_stream, torch.cuda.current_stream()
+
+    def interrupted(*stream):
+        real(*stream)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(custom, "_set_stream", interrupted)
+        refused("KeyboardInterrupt", g, {"x": torch.ones(3, device="cuda")})
+    assert torch.cuda.current_stream() == before
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device and onnxruntime-gpu")
 def test_what_a_launcher_allocates_stays_while_its_graph_can_be_replayed():
     op = unary(lambda x: (x * 3) - x)
     x, y = torch.randn(2, 2**20, device="cuda").unbind()

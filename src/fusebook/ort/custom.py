@@ -744,7 +744,8 @@ def register(options: Any, *ops: CustomOp) -> None:
     Do not run such a session where ``make_fx(..., pre_dispatch=True)`` traces with real tensors: what a launcher writes
     would be in the traced program, by addresses of this run. `fusebook.ort.Graph` refuses to be called there. In
     Triton's interpreter the handler of a signal must not make a Graph, or call this, while other threads fork: they
-    would wait for each other.
+    would wait for each other. On a GPU an error of a signal's handler, as of Ctrl-C, may leave ONNX Runtime's stream as
+    torch's current stream: set the one that was before. A `fusebook.ort.Graph` does that.
     """
     if not hasattr(type(options), "register_custom_ops_library"):
         raise TypeError(

@@ -421,6 +421,9 @@ class Bound:
             try:
                 graph.session.run_with_iobinding(binding, graph._run)
                 graph._captured["ran"] = graph._replays.ran = True
+            except BaseException:  # of a signal's handler, as Ctrl-C: the stream of a launcher may still be current
+                torch.cuda.set_stream(current)
+                raise
             finally:  # if a node fails, the nodes before it are still queued
                 after.record(graph.stream)
                 current.wait_event(after)
