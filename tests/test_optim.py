@@ -460,6 +460,32 @@ def test_an_interrupted_kernel_leaves_the_next_step_right(monkeypatch):
     close(ps, copies)
 
 
+@pytest.mark.parametrize("which", ["another list ahead", "itself behind"])
+def test_a_step_within_a_step_is_one_more(device, monkeypatch, which):
+    p = torch.nn.Parameter(torch.ones(3, 4, device=device))
+    optimizer, other = AdamW([p], lr=0.1, weight_decay=0), [[torch.ones(4, device=device)] for _ in range(4)]
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    p.grad = None
+    p.data = p.data.t().contiguous().t()  # as Module.to(memory_format=...), so that the step is refused at first
+    p.grad = torch.ones_like(p)
+    step, inner = fusebook.adamw_step, []
+
+    def twice(*args, **options):  # as by a dispatch mode or the handler of a signal
+        if which == "another list ahead" and not inner:
+            inner.append(step(*other, step=1))
+        step(*args, **options)
+        if which == "itself behind" and not inner:
+            inner.append(0)
+            optimizer.step()
+
+    monkeypatch.setattr("fusebook.optim.adamw_step", twice)
+    optimizer.step()
+    count = 2 + (which == "itself behind")
+    assert optimizer.state[p]["step"] == count
+    torch.testing.assert_close(p, torch.full_like(p, 1 - 0.1 * count))
+
+
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("of", ["program", "another step"])
 def test_an_error_of_the_program_within_a_step_is_raised(device, monkeypatch, of, inference):
@@ -600,9 +626,10 @@ def test_a_hook_may_give_a_state_another_form(wrapped, device):
     assert str(optimizer.state_dict()) == str(want)
 
 
-def test_a_first_step_that_runs_out_of_memory_leaves_no_part_of_a_state(device, monkeypatch):
-    ps = parameters(device)
-    optimizer = AdamW(ps)
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_first_step_that_runs_out_of_memory_leaves_no_part_of_a_state(device, monkeypatch, capturable):
+    ps = parameters("meta" if capturable else device)  # so that the number of steps moves to another device
+    optimizer = AdamW(ps, capturable=capturable)
     gradients(ps, 0)
     made = []
 
@@ -617,7 +644,7 @@ def test_a_first_step_that_runs_out_of_memory_leaves_no_part_of_a_state(device, 
         with pytest.raises(torch.OutOfMemoryError):
             optimizer.step()
     optimizer.step()
-    assert [state["step"].item() for state in optimizer.state.values()] == [1] * len(ps)
+    assert all(state["step"].is_meta if capturable else state["step"] == 1 for state in optimizer.state.values())
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusebook.kernels._call import integer
+from fusebook.kernels._call import integer, plain
 from fusebook.kernels.adamw import adamw_step, begun_steps
 
 __all__ = ["AdamW"]
@@ -58,24 +58,17 @@ class _Launch:
                 counts = [torch.tensor(float(done), device="cpu", dtype=torch.float32) for _ in self.states]
                 self._give(count, counts, done)
 
-    def wrote(self, whole: list[Tensor], counting: bool) -> None:
-        """Tell autograd of DTensors, of which the step wrote local parts, and count it on the host if that is asked."""
-        if whole:
-            torch.autograd.graph.increment_version(whole)
-        if counting:
-            self.count_on()
-
-    def count_on(self) -> None:
-        """Count a step on the host."""
+    def count_on(self, by: int) -> None:
+        """Count a step on the host, or take it back."""
         if self.shared:
             for s in self.states:
-                s["step"].add_(1)
+                s["step"].add_(by)
             return
         if type(self.count) is not Tensor:
-            self.count_apart(self.done + 1)
+            self.count_apart(self.done + by)
             return
-        self.count.add_(1)
-        self.done, self.seen = self.done + 1, self.count.numpy().tobytes()
+        self.count.add_(by)
+        self.done, self.seen = self.done + by, self.count.numpy().tobytes()
 
     def _give(self, count: Tensor, counts: list[Tensor], done: int) -> None:
         self.count, self.counts, self.done, self.seen = count, counts, done, None
@@ -140,9 +133,9 @@ class AdamW(torch.optim.AdamW):
     seed : int, optional
         Round bfloat16 parameters by chance, see `fusebook.adamw_step`. Saved with the state. If a
         state without seeds is loaded, such as torch's, this seed applies to all groups. Processes round a replica by
-        the same bits if it is at the same place of the same group, and the same replicas before it in that group have
-        gradients. Sizes of others do not matter. Give plain tensors that have a gradient on some processes only a
-        separate group.
+        the same bits if it is at the same place of the same group, and the same replicas of that group have had
+        gradients in the same steps. Sizes of others do not matter. Give plain tensors that have a gradient on some
+        processes only a separate group.
 
     Raises
     ------
@@ -172,7 +165,7 @@ class AdamW(torch.optim.AdamW):
     The averages have the dtype of their parameter, as in `torch.optim.AdamW`. Numbers of steps are float32, and end
     at 2**24, also if torch's default dtype is another. Threads that step one optimizer at once may lose counts, as
     there: let them take turns by a lock. If a signal's handler raises an error within a step, the step may be done in
-    part, as there, and be done and not counted.
+    part, as there, and is not counted where the device counts.
 
     Examples
     --------
@@ -292,12 +285,17 @@ class AdamW(torch.optim.AdamW):
                 "AdamW: expected capturable=True and a step before a CUDA graph is captured, got a first step or "
                 "capturable=False; step once, then capture"
             )
-        for p in new:
-            averages = {key: torch.zeros_like(p) for key in _STATE[: 3 if group["amsgrad"] else 2]}
-            # Of a known number, so that fake tensors count too.
-            self.state[p].update(step=torch.tensor(0.0, device="cpu"), **averages)
-        if new:
-            self._share_counts(group, new)
+        try:
+            for p in new:
+                averages = {key: torch.zeros_like(p) for key in _STATE[: 3 if group["amsgrad"] else 2]}
+                # Of a known number, so that fake tensors count too.
+                self.state[p].update(step=torch.tensor(0.0, device="cpu"), **averages)
+            if new:
+                self._share_counts(group, new)
+        except BaseException:  # out of memory, or Ctrl-C
+            for p in new:
+                self.state.pop(p, None)
+            raise
         known: dict[int, Any] = {}
         found: dict[Any, list[Tensor]] = {}
         for p in params:
@@ -372,18 +370,23 @@ class AdamW(torch.optim.AdamW):
         counting = group["capturable"] or scaling or launch.done < 0
         if counting and launch.done >= 0:  # a copy would wait for the device
             launch.count_by(torch.full((), float(launch.done), device=device, dtype=torch.float32))
-        begun = begun_steps.number
+        number, begun = launch.done + 1, _written(params[0])
+        if not counting:  # ahead, as torch does, since an error may come behind the launches
+            launch.count_on(1)
         try:
             adamw_step(
                 params, grads, *lists,
-                step=launch.count if counting else launch.done + 1, lr=lr, beta1=beta1, beta2=beta2,
+                step=launch.count if counting else number, lr=lr, beta1=beta1, beta2=beta2,
                 eps=group["eps"], weight_decay=group["weight_decay"], maximize=bool(group["maximize"]),
                 seed=seed if params[0].dtype == torch.bfloat16 else None, **scaling,
             )  # fmt: skip
         except BaseException as error:
-            if begun_steps.number != begun:  # of a handler or a dispatch mode
-                launch.wrote([] if as_they_are else whole, not counting)
+            if _written(params[0]) != begun:  # the error is of a handler or a dispatch mode
+                if whole and not as_they_are:
+                    torch.autograd.graph.increment_version(whole)
                 raise
+            if not counting:
+                launch.count_on(-1)
             if not isinstance(error, ValueError) or not str(error).startswith("adamw_step: "):
                 raise
             # Since one got other strides, as by Module.to(memory_format=...), or is a view that negates.
@@ -393,9 +396,10 @@ class AdamW(torch.optim.AdamW):
             launch.kinds = None
             self._launch(group, launch, given, seed, scaling)
             return
+        if whole and not as_they_are:  # autograd keeps a DTensor, and the step wrote its local part
+            torch.autograd.graph.increment_version(whole)
         if as_they_are and not launch.shared:
             launch.kinds = [*map(type, grads)]
-        launch.wrote([] if as_they_are else whole, not counting)
 
     def _share_counts(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """Give parameters that did as many steps one tensor on the device, by which one launch counts for all."""
@@ -519,6 +523,12 @@ def _local(t: Any) -> Any:
     """The part of a DTensor that this process has, or the tensor, without a collective that may still run."""
     t = t.to_local() if hasattr(t, "to_local") else t
     return t.trigger_wait() if hasattr(t, "trigger_wait") else t
+
+
+def _written(p: Tensor) -> int:
+    """A number that is another one once a step has begun to write a parameter."""
+    p = plain(p)
+    return begun_steps.number if p.is_inference() else p._version  # autograd counts no writes to the former
 
 
 def _lay(p: Tensor, state: dict[str, Any]) -> bool:

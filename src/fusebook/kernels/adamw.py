@@ -722,8 +722,8 @@ def adamw_step(
         Go up the gradient.
     seed : int, optional
         Round bfloat16 parameters by chance, by bits that follow from the seed, the number of the step, the place of a
-        tensor among those of its dtypes, and that of a number in the tensor. Give other lists of the same step another
-        seed.
+        tensor among those of its mixture of dtypes that have a gradient, the place of the mixture in the lists, and
+        that of a number in the tensor. Give other lists of the same step another seed.
     norm : torch.Tensor, optional
         The norm of all gradients, one number on the device. Where it is above `max_norm` gradients are scaled by
         ``max_norm / (norm + 1e-6)``, as `torch.nn.utils.clip_grad_norm_` does, but not written.

@@ -139,8 +139,9 @@ class Graph:
         settings.inter_op_num_threads = 1
         settings.log_severity_level = 4  # errors are raised, and need not be printed as well
         if library is not None:
-            # A name without a folder would be looked for in the system's folders only; bytes, as it may be no UTF-8.
-            path = os.path.abspath(library) if os.path.isfile(library) else library
+            # A name without a folder would be looked for in the system's folders only. That of a link would mean the
+            # file to which it led at first. Bytes, as it may be no UTF-8.
+            path = os.path.realpath(library) if os.path.isfile(library) else library
             settings.register_custom_ops_library(os.fsencode(path))
         if isinstance(ops, CustomOp) or not isinstance(ops, Iterable):
             got = "one operator" if isinstance(ops, CustomOp) else type(ops).__name__
