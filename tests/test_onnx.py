@@ -323,6 +323,24 @@ def test_weights_whose_file_was_written_again_are_refused(tmp_path):
         Graph(loaded, device="cpu")
 
 
+def test_an_error_that_is_its_own_cause_is_said_in_a_sentence():
+    ir = pytest.importorskip("onnx_ir")
+
+    def load():
+        try:
+            raise OSError("no such shard")
+        except OSError as error:
+            raise error from error  # a ring
+
+    proto = one_node("Add", {"x": torch.float32, "w": torch.float32}, {"y": torch.float32}, domain="")
+    del proto.graph.input[1]
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(3, np.float32), "w"))
+    lazy = ir.from_proto(proto)
+    lazy.graph.initializers["w"].const_value = ir.LazyTensor(load, dtype=ir.DataType.FLOAT, shape=ir.Shape([3]))
+    with pytest.raises(ValueError, match="expected a model that onnx_ir can take, .*: no such shard; see"):
+        Graph(lazy, device="cpu")
+
+
 @pytest.mark.parametrize("place", ["graph", "branch"])
 def test_constants_in_another_file_are_those_of_the_model(tmp_path, monkeypatch, place):
     ir = pytest.importorskip("onnx_ir")

@@ -133,9 +133,9 @@ class AdamW(torch.optim.AdamW):
     seed : int, optional
         Round bfloat16 parameters by chance, see `fusebook.adamw_step`. Saved with the state. If a
         state without seeds is loaded, such as torch's, this seed applies to all groups. Processes round a replica by
-        the same bits if it is at the same place of the same group, and the same replicas of that group have had
-        gradients in the same steps. Sizes of others do not matter. Give plain tensors that have a gradient on some
-        processes only a separate group.
+        the same bits if it is at the same place of the same group, the same replicas of that group have had gradients
+        in the same steps, and all processes load a state where one does. Sizes of others do not matter. Give plain
+        tensors that have a gradient on some processes only a separate group.
 
     Raises
     ------

@@ -282,14 +282,15 @@ def _on_device(values: Any, device: torch.device, table: Tensor | None = None) -
 class _Group:
     """Tensors of one device and the same dtypes: what one launch steps.
 
-    `lists` are of their p, m, v, and what else there is; `dtypes` those of p, of g, and of m and v; `number` is that of
-    the group, also where tensors of others are empty.
+    `lists` are of their p, m, v, and what else there is; `dtypes` those of p, of g, and of m and v.
     """
 
-    def __init__(self, lists: Sequence[list[Tensor]], dtypes: tuple[Any, ...], number: int) -> None:
-        self.tensors, self.device, self.number = len(lists[0]), lists[0][0].device, number
+    def __init__(self, lists: Sequence[list[Tensor]], dtypes: tuple[Any, ...]) -> None:
+        self.tensors, self.device = len(lists[0]), lists[0][0].device
         single = tl.float64 if dtypes[0] == torch.float64 else tl.float32
         self.kinds = *(_TYPES[dtype] for dtype in dtypes), bool(lists[3]), bool(lists[4]), single
+        #: A number of its dtypes.
+        self.mixture = sum([*_TYPES].index(dtype) * len(_TYPES) ** i for i, dtype in enumerate(dtypes))
         self.compiled: dict[Any, Any] = {}
         none = [0] * self.tensors
         rows = np.array([[t.data_ptr() for t in tensors] if tensors else none for tensors in lists])
@@ -370,8 +371,8 @@ class _List:
                 f"{_NAME}: expected tensors that share no memory, and two that are written do; give each of them once"
             )
         groups = [
-            (at, _Group([[of[i] for i in at] if of else [] for of in lists[:-1]], dtypes, number))
-            for number, ((_, dtypes), at) in enumerate(kinds.items())
+            (at, _Group([[of[i] for i in at] if of else [] for of in lists[:-1]], dtypes))
+            for (_, dtypes), at in kinds.items()
         ]
         self.groups = [group for _, group in groups if group.programs]
         self.order = np.array([i for at, group in groups if group.programs for i in at], np.int64)
@@ -592,8 +593,8 @@ def _step(
     written = states if count is None else [*states, count]
     try:
         for group, told in zip(of.groups, placed.told or [plain(grads[0])], strict=False):
-            # Programs of every group have the same numbers, and so would have the same random bits.
-            seeded = step & 0x7FFFFFFF, ((seed or 0) + group.number * 0x2545F491) % 0x7FFFFFFF, *numbers
+            # Tensors of every group have the same numbers, and so would have the same random bits.
+            seeded = step & 0x7FFFFFFF, ((seed or 0) + group.mixture * 0x2545F491) % 0x7FFFFFFF, *numbers
             group.launch(told, given, seeded, maximize, seed is not None, group is of.groups[-1])
         if count is not None and not of.groups:
             apply(Tensor.add_, count, 1 if found is None else found.view(()) == 0)
@@ -722,8 +723,8 @@ def adamw_step(
         Go up the gradient.
     seed : int, optional
         Round bfloat16 parameters by chance, by bits that follow from the seed, the number of the step, the place of a
-        tensor among those of its mixture of dtypes that have a gradient, the place of the mixture in the lists, and
-        that of a number in the tensor. Give other lists of the same step another seed.
+        tensor among those of its dtypes that have a gradient, and that of a number in the tensor. Give other lists of
+        the same step another seed.
     norm : torch.Tensor, optional
         The norm of all gradients, one number on the device. Where it is above `max_norm` gradients are scaled by
         ``max_norm / (norm + 1e-6)``, as `torch.nn.utils.clip_grad_norm_` does, but not written.

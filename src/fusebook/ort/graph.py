@@ -462,7 +462,9 @@ def understood(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         inner: BaseException = error
-        while inner.__cause__ is not None:
+        passed: set[int] = set()
+        while inner.__cause__ is not None and id(inner) not in passed:  # `raise error from error` makes a ring
+            passed.add(id(inner))
             inner = inner.__cause__
         line = (str(inner).splitlines() or [type(inner).__name__])[0][:200].rstrip(".")
         raise ValueError(
