@@ -296,6 +296,16 @@ def test_weights_in_another_file_are_found_beside_the_path(tmp_path, monkeypatch
     loaded = ir.load(path)
     Graph(loaded, device="cpu")
     assert loaded.graph.initializers["w"].const_value.raw is None  # the file is closed
+
+    class Decoded(ir.ExternalTensor):
+        def tobytes(self):
+            return (w + 1).tobytes()
+
+    value, of = loaded.graph.initializers["w"], loaded.graph.initializers["w"].const_value
+    value.const_value = Decoded(
+        of.location, of.offset, of.length, of.dtype, shape=of.shape, name="w", base_dir=of.base_dir
+    )
+    assert Graph(loaded, device="cpu")({"x": x})["y"].tolist() == (w + 1).tolist()
     (tmp_path / "short.onnx").write_bytes(path.read_bytes().replace(b"w.bin", b"s.bin"))
     (tmp_path / "s.bin").write_bytes(b"short")
     pathlib.Path("w.bin").unlink()

@@ -221,18 +221,6 @@ def test_the_library_needs_neither_python_nor_cuda_to_be_loaded(library):
 
 
 @pytest.mark.slow_interpreted
-def test_a_link_to_another_library_is_that_one(library, tmp_path):
-    proto = one_node("Relu", {"x": torch.float32}, {"y": torch.float32}, domain="")
-    link, held = tmp_path / "current.so", []
-    for version in ("first.so", "second.so"):
-        shutil.copy(library, tmp_path / version)
-        link.unlink(missing_ok=True)
-        link.symlink_to(version)
-        held.append(Graph(proto, device="cpu", library=link))
-        assert str((tmp_path / version).resolve()) in Path("/proc/self/maps").read_text()
-
-
-@pytest.mark.slow_interpreted
 @pytest.mark.skipif(CUDA, reason="needs a machine without a CUDA device")
 def test_without_a_gpu_the_library_says_so_to_a_process_without_torch(library):
     with pytest.raises(RuntimeError, match="compiled for GPUs, and the session has none") as raised:

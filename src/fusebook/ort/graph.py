@@ -76,7 +76,8 @@ class Graph:
     threads : int, default 1
         Of an operator on the CPU.
     library : path, optional
-        A library of custom operators to register.
+        A library of custom operators to register. The system's loader knows a file by the name that it was given first:
+        a link that leads to another file meanwhile still names the old one while that is loaded.
     ops : sequence of CustomOp
         Operators whose kernels are Python functions, see `custom_op`.
     options : mapping of str to str, optional
@@ -139,9 +140,8 @@ class Graph:
         settings.inter_op_num_threads = 1
         settings.log_severity_level = 4  # errors are raised, and need not be printed as well
         if library is not None:
-            # A name without a folder would be looked for in the system's folders only. That of a link would mean the
-            # file to which it led at first. Bytes, as it may be no UTF-8.
-            path = os.path.realpath(library) if os.path.isfile(library) else library
+            # A name without a folder would be looked for in the system's folders only; bytes, as it may be no UTF-8.
+            path = os.path.abspath(library) if os.path.isfile(library) else library
             settings.register_custom_ops_library(os.fsencode(path))
         if isinstance(ops, CustomOp) or not isinstance(ops, Iterable):
             got = "one operator" if isinstance(ops, CustomOp) else type(ops).__name__
@@ -498,13 +498,14 @@ def _readable(model: Any) -> Any:
             if any(True for function, made in functions for _ in _outside(function, made)):
                 raise ValueError("some of functions in files, whose folder onnx_ir does not know")
             for tensor, made in _outside(model.graph, proto.graph):
-                if tensor.raw is None and tensor.valid():  # a copy, else the caller's model keeps the file open
+                if tensor.raw is None and tensor.valid():
                     if not os.path.isfile(tensor.path):  # to open a pipe waits
                         raise ValueError(f"some in {tensor.path}, which is no file")
-                    tensor = onnx_ir.ExternalTensor(
-                        tensor.location, tensor.offset, tensor.length, tensor.dtype,
-                        shape=tensor.shape, name=tensor.name, base_dir=tensor.base_dir,
-                    )  # fmt: skip
+                    if type(tensor) is onnx_ir.ExternalTensor:  # a copy, else the caller's model keeps the file open
+                        tensor = onnx_ir.ExternalTensor(
+                            tensor.location, tensor.offset, tensor.length, tensor.dtype,
+                            shape=tensor.shape, name=tensor.name, base_dir=tensor.base_dir,
+                        )  # fmt: skip
                 made.raw_data = tensor.tobytes() if tensor.size else b""  # onnx_ir reads no empty one
                 made.ClearField("external_data")
                 made.ClearField("data_location")
