@@ -506,6 +506,8 @@ def _readable(model: Any) -> Any:
                             tensor.location, tensor.offset, tensor.length, tensor.dtype,
                             shape=tensor.shape, name=tensor.name, base_dir=tensor.base_dir,
                         )  # fmt: skip
+                if isinstance(tensor, onnx_ir.ExternalTensor) and type(tensor) is not onnx_ir.ExternalTensor:
+                    tensor = onnx_ir.Tensor(tensor.numpy(), dtype=tensor.dtype)  # its numbers may be no file's
                 made.raw_data = tensor.tobytes() if tensor.size else b""  # onnx_ir reads no empty one
                 made.ClearField("external_data")
                 made.ClearField("data_location")
