@@ -249,7 +249,7 @@ _NONE = type(None)
 
 
 class _Begun(threading.local):
-    """How many steps this thread has begun, by which a refusal is told from an error that comes within a step."""
+    """How many steps this thread has begun, so that an error within a step is not taken for a refusal."""
 
     number = 0
 
