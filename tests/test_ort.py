@@ -677,6 +677,17 @@ def test_scatters_export_with_symbolic_sizes(name, strict, device):
         torch.testing.assert_close(program.module()(*given), SCATTERS[name](*given))
 
 
+def test_a_scatter_into_a_single_number_exports(device):
+    class Sum(torch.nn.Module):
+        def forward(self, indices, updates):
+            return fusebook.scatter_nd_of_shape((), indices, updates)
+
+    given = torch.zeros(3, 0, dtype=torch.int64, device=device), torch.ones(3, device=device)
+    graph = Graph(exported(Sum(), given), device=device, ops=NODES)
+    found = graph({"indices": given[0], "updates": given[1]})
+    assert [y.item() for y in found.values()] == [Sum()(*given).item()] == [3]
+
+
 def changed(change):
     """The standard chain, with a change that makes it mean something else."""
     proto = onnx.ModelProto.FromString(_onnx_model(torch.float32).SerializeToString())

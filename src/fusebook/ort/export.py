@@ -95,7 +95,8 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         if isinstance(shape, (list, tuple)):  # sizes, some of them known only when the graph runs
             one = op.Constant(value_ints=[1])
             sizes = [op.Constant(value_ints=[s]) if isinstance(s, int) else op.Reshape(s, one) for s in shape]
-            shape = op.Concat(*sizes, axis=0)
+            none = onnx_ir.tensor([], onnx_ir.DataType.INT64)
+            shape = op.Concat(*sizes, axis=0) if sizes else op.Constant(value=none)
         if masked is None:
             return scatter_node(shape, indices, updates, reduction="add")
         return masked_node(shape, indices, updates, reduction="add", maskedValue=masked)
