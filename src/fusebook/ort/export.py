@@ -302,7 +302,7 @@ def _packed(node: Any) -> PackedWeight | None:
         return None
     N, K, bits, group, *_ = sizes.values()
     blob, scales, zeros = (_torch(values.get(name)) for name in ("B", "scales", "zero_points"))
-    if bits not in (4, 8) or group not in (32, 64, 128) or K % 16 or blob is None or scales is None:
+    if bits not in (4, 8) or group not in (32, 64, 128) or K % 16 or blob is None or scales is None or not blob.numel():
         return None
     if values.get("zero_points") is not None and (zeros is None or zeros.dtype != torch.uint8):
         return None  # those in float

@@ -452,7 +452,7 @@ static Status quantized(Kernel *kernel, void *context) {
   int32_t m = M, n = N, k = K, b = blocks, g = groups;
   if (e) run.across = (unsigned)ceil_div(M, e->limit);
   int64_t programs = ceil_div(tiles, e ? e->rows : 1);
-  const void **w = &views[1].data, **s = &views[2].data, **z = &views[3].data, **bias = &views[4].data;
+  void **w = &views[1].data, **s = &views[2].data, **z = &views[3].data, **bias = &views[4].data;
   if (values[3]) return LAUNCH(&run, e, programs, &y, &x->data, w, s, z, bias, &m, &n, &k, &b, &g);
   return LAUNCH(&run, e, programs, &y, &x->data, w, s, bias, &m, &n, &k, &b, &g);
 }
