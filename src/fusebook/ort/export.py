@@ -367,6 +367,8 @@ def fuse(model: Any) -> Any:
         Runtime infers no shapes from Fusebook's nodes: what a Loop without iterations collects of them has one axis,
         unless its body declares a shape. A Scan does not run unless its body declares the number of axes of what it
         computes from them. Indices out of range, with which ONNX Runtime's ScatterND ends in an error, are left out.
+        Nodes whose outputs nothing reads are left out, those of custom operators too, and so are initializers that no
+        node reads, such as those which only ``quantization_annotation`` names.
 
     Raises
     ------
