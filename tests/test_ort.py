@@ -688,6 +688,27 @@ def test_scatters_export_with_symbolic_sizes(name, strict, device):
         torch.testing.assert_close(program.module()(*given), SCATTERS[name](*given))
 
 
+@pytest.mark.parametrize("optimize", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_norms_with_weights_of_one_dtype_load_on_a_gpu(dtype, optimize, device):
+    """ONNX Runtime's fusions are others there than on the CPU."""
+
+    class Norms(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.rand(64, device=device).to(dtype))
+
+        def forward(self, x):
+            norms = fusebook.rms_norm(x, self.weight), fusebook.layer_norm(x, self.weight, self.weight)
+            return *norms, *fusebook.add_rms_norm(x, x, self.weight)
+
+    module, x = Norms(), torch.randn(3, 64, device=device).to(dtype)
+    with torch.no_grad():
+        found = Graph(exported(module, (x,), optimize=optimize), device=device)({"x": x})
+        for got, want in zip(found.values(), module(x), strict=True):
+            torch.testing.assert_close(got, want, atol=4 * torch.finfo(dtype).eps, rtol=4 * torch.finfo(dtype).eps)
+
+
 def test_a_scatter_into_a_single_number_exports(device):
     class Sum(torch.nn.Module):
         def forward(self, indices, updates):

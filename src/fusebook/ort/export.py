@@ -114,6 +114,8 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     def normed(h: Any, weight: Any, bias: Any, centred: bool, eps: float, kind: int) -> Any:
         # A node has eps in float32. ONNX Runtime fuses what has Pow; of LayerNorm with casts it makes an invalid graph.
+        # With a weight in bfloat16 it fuses into a node of two dtypes, for which it has no kernel on a GPU.
+        fusible = not centred and (weight is None or weight.dtype != 16)
         weight, bias = cast(kind, weight, bias)
         if centred and weight is not None and kind != 11:
             given = [v for v in (weight, bias) if v is not None]
@@ -122,7 +124,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         last = op.Constant(value_ints=[-1])
         for _ in range(2 * centred):  # a mean is rounded, which leaves one in rows of large elements
             h = op.Sub(h, op.ReduceMean(h, last))
-        square = op.ReduceMean(op.Mul(h, h) if centred else op.Pow(h, two), last)
+        square = op.ReduceMean(op.Pow(h, two) if fusible else op.Mul(h, h), last)
         # The exporter takes less than 1e-8 for 0, and leaves out its Add.
         y = op.Div(h, op.Sqrt((op.Add if eps > 1e-7 else op.Sum)(square, least)))
         y = y if weight is None else op.Mul(y, weight)
