@@ -744,10 +744,10 @@ def register(options: Any, *ops: CustomOp) -> None:
     Do not run such a session where ``make_fx(..., pre_dispatch=True)`` traces with real tensors: what a launcher writes
     would be in the traced program, by addresses of this run. `fusebook.ort.Graph` refuses to be called there.
 
-    The handler of a signal must not make a Graph with operators, or call this, while the same thread does: either may
-    be refused its operators, or be given the other's. In Triton's interpreter it must not do so while other threads
-    fork: they would wait for each other. On a GPU an error of a signal's handler, as of Ctrl-C, may leave ONNX
-    Runtime's stream as torch's current stream: set the one that was before. A `fusebook.ort.Graph` does that.
+    The handler of a signal must not make a Graph with operators, or call this, while the same thread does: one of the
+    two may be refused, or get the operators of the other. In Triton's interpreter the handler must not do so while
+    other threads fork: they would wait for each other. On a GPU an error of a signal's handler, as of Ctrl-C, may leave
+    ONNX Runtime's stream as torch's current stream: set the one that was before. A `fusebook.ort.Graph` does that.
     """
     if not hasattr(type(options), "register_custom_ops_library"):
         raise TypeError(
