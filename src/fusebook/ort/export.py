@@ -112,10 +112,10 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     def wide(*operands: Any) -> list[Any]:
         return cast(kind_of(*operands), *operands)
 
-    def normed(h: Any, weight: Any, bias: Any, centred: bool, eps: float, kind: int) -> Any:
+    def normed(h: Any, x: Any, weight: Any, bias: Any, centred: bool, eps: float) -> Any:
         # A node has eps in float32. ONNX Runtime fuses what has Pow; of LayerNorm with casts it makes an invalid graph.
-        # With a weight in bfloat16 it fuses into a node of two dtypes, for which it has no kernel on a GPU.
-        fusible = not centred and (weight is None or weight.dtype != 16)
+        # With bfloat16 it fuses casts too, into a node of two dtypes, for which it has no kernel on a GPU.
+        kind, fusible = kind_of(x), not (centred or any(v is not None and v.dtype == 16 for v in (x, weight)))
         weight, bias = cast(kind, weight, bias)
         if centred and weight is not None and kind != 11:
             given = [v for v in (weight, bias) if v is not None]
@@ -131,12 +131,12 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         return y if bias is None else op.Add(y, bias)
 
     def norm(x, weight, bias, centred: bool, eps: float):  # type: ignore[no-untyped-def]
-        return op.CastLike(normed(wide(x)[0], weight, bias, centred, eps, kind_of(x)), x)
+        return op.CastLike(normed(wide(x)[0], x, weight, bias, centred, eps), x)
 
     def add_norm(x, residual, weight, bias, centred: bool, eps: float):  # type: ignore[no-untyped-def]
         total = op.CastLike(op.Add(*wide(x, residual)), x)
         h = op.CastLike(total, wide(x)[0])
-        return op.CastLike(normed(h, weight, bias, centred, eps, kind_of(x)), x), total
+        return op.CastLike(normed(h, x, weight, bias, centred, eps), x), total
 
     def cross_entropy(  # type: ignore[no-untyped-def]
         x, target, weight, reduction: str, ignore_index: int, smoothing: float, z: float, cap: float | None
